@@ -1,0 +1,59 @@
+"""The one exception for a user's mistake, and the checks every stage shares."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class KitError(Exception):
+    """A mistake or an unusable input that the user can mend.
+
+    The message is one line: the offending value, what is allowed, and the fix.
+    """
+
+
+def run_cli(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
+    """Run a stage's ``main`` and turn a ``KitError`` into one line on stderr.
+
+    Returns:
+        The exit status: what ``main`` returns, 2 for a ``KitError``, 130 after Ctrl-C.
+    """
+    try:
+        return main(argv)
+    except KitError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+
+
+def require_dir_empty(path: str | Path, what: str) -> None:
+    """Refuse a folder that holds anything, so that nothing is ever overwritten.
+
+    Raises:
+        KitError: ``path`` is a file, or a folder that is not empty.
+    """
+    path = Path(path)
+    if path.is_file():
+        raise KitError(f"{what} {path} is a file; name a new or empty folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise KitError(f"{what} {path} is not empty; nothing was written: name a new folder or empty it")
+
+
+def require_free_bytes(path: str | Path, num_bytes: int, what: str) -> None:
+    """Refuse to start work that cannot fit on the disk.
+
+    Raises:
+        KitError: the file system that holds ``path`` has fewer than ``num_bytes`` bytes free.
+    """
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < num_bytes:
+        raise KitError(
+            f"{what} needs {num_bytes:,} bytes in {path} but {free_bytes:,} are free; "
+            "free some space or name a folder on another disk"
+        )
