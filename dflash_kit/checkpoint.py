@@ -1,0 +1,120 @@
+"""The drafter checkpoint on disk: ``config.json``, ``model.safetensors`` and ``provenance.json``, nothing else.
+
+The layout is the published DFlash one, so that vLLM, SGLang, transformers and the reference code read it.
+Trainer state lives beside a checkpoint, never inside it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import KitError, require_dir_empty
+
+CONFIG_NAME = "config.json"
+TENSORS_NAME = "model.safetensors"
+PROVENANCE_NAME = "provenance.json"
+
+
+def write_checkpoint(
+    folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
+) -> Path:
+    """Write a checkpoint beside its place and rename it, so that it is there whole or not at all.
+
+    Raises:
+        KitError: the folder is not empty, or the disk is full (what was begun is removed).
+    """
+    folder = Path(folder)
+    require_dir_empty(folder, "checkpoint folder")
+    begun = folder.with_name(folder.name + ".incomplete")
+    shutil.rmtree(begun, ignore_errors=True)
+    try:
+        begun.mkdir(parents=True)
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, begun / TENSORS_NAME, {"format": "pt"}
+        )
+        (begun / CONFIG_NAME).write_text(json.dumps(dict(config), indent=2) + "\n")
+        (begun / PROVENANCE_NAME).write_text(json.dumps(dict(provenance), indent=2, default=str) + "\n")
+        _sync(begun)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(begun, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(begun, ignore_errors=True)
+        raise KitError(f"checkpoint {folder} cannot be written: {error}; free some space and run again") from error
+    return folder
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The checkpoint's ``config.json``; ``KitError`` where it is missing or malformed."""
+    file = Path(folder) / CONFIG_NAME
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise KitError(f"checkpoint {folder} has no {CONFIG_NAME}; give the folder that training wrote") from error
+    except (OSError, ValueError) as error:
+        raise KitError(f"{file} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise KitError(f"{file} holds a {type(raw).__name__}; a JSON object is needed")
+    return raw
+
+
+def read_provenance(folder: str | Path) -> dict[str, Any]:
+    """The checkpoint's ``provenance.json``, empty for a checkpoint of another program."""
+    try:
+        return dict(json.loads((Path(folder) / PROVENANCE_NAME).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, with names and shapes exactly as expected (also from several safetensors files).
+
+    Args:
+        expected: the drafter's own state dict; only names and shapes are used.
+
+    Raises:
+        KitError: names the first missing, unknown or misshapen tensors.
+    """
+    files = _tensor_files(Path(folder))
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise KitError(f"{file} cannot be read as safetensors: {error}") from error
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or unknown:
+        raise KitError(
+            f"checkpoint {folder} does not match its config: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}"
+        )
+    for name, tensor in found.items():
+        if tensor.shape != expected[name].shape:
+            raise KitError(
+                f"checkpoint {folder}: {name} has shape {tuple(tensor.shape)}, its config asks for {tuple(expected[name].shape)}"
+            )
+    return found
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    """The one weight file, or those that the index of a sharded checkpoint names."""
+    if (folder / TENSORS_NAME).exists():
+        return [folder / TENSORS_NAME]
+    index = folder / f"{TENSORS_NAME}.index.json"
+    if not index.exists():
+        raise KitError(f"checkpoint {folder} has no {TENSORS_NAME}; only safetensors are read")
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())

@@ -1,0 +1,272 @@
+"""The drafter's configuration, and its published ``config.json`` layout (old and new keys)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import KitError
+from .target import TargetSpec, tap_layer_ids
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CONVENTION = {FULL: False, SLIDING: True}
+"""Causal inside the block when a config is silent: sliding layers are, full layers are not (SGLang, vLLM)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Shape and conventions of a DFlash drafter; everything a checkpoint must say explicitly."""
+
+    hidden_size: int
+    """The target's hidden size D."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    """Base of the plain, full-dimension rotary embedding; the target's, without any scaling."""
+    max_position_embeddings: int
+    block_size: int
+    """Anchor plus masked slots; ``block_size - 1`` tokens are drafted."""
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """0-based target layers whose output is tapped."""
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    """One of ``full_attention`` or ``sliding_attention`` for each drafter layer."""
+    layer_causal: tuple[bool, ...]
+    """For each layer, whether a slot sees only itself and earlier slots of its block."""
+    sliding_window: int | None = None
+    """Visible when query position - key position < sliding_window, in sliding layers."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.target_layer_ids)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.block_size - 1
+
+    @classmethod
+    def from_target(
+        cls,
+        spec: TargetSpec,
+        *,
+        mask_token_id: int,
+        num_hidden_layers: int = 5,
+        num_sliding_layers: int = 0,
+        sliding_window: int | None = None,
+        sliding_causal: bool = True,
+        full_causal: bool = False,
+        block_size: int = 16,
+        num_taps: int = 5,
+        target_layer_ids: Sequence[int] | None = None,
+        intermediate_size: int | None = None,
+    ) -> "DrafterConfig":
+        """A drafter for a target that only its configuration is known of. Sliding layers come first.
+
+        The target's partial rotary factor, M-RoPE and RoPE scaling are left behind on purpose.
+
+        Raises:
+            KitError: taps or layers that do not fit.
+        """
+        if not 0 <= num_sliding_layers <= num_hidden_layers:
+            raise KitError(
+                f"num_sliding_layers is {num_sliding_layers}; allowed is 0..{num_hidden_layers} (the drafter's layers)"
+            )
+        taps = tap_layer_ids(spec.num_layers, num_taps) if target_layer_ids is None else target_layer_ids
+        kinds = (SLIDING,) * num_sliding_layers + (FULL,) * (num_hidden_layers - num_sliding_layers)
+        if mask_token_id in (spec.pad_token_id, spec.bos_token_id, *spec.eos_token_ids):
+            raise KitError(
+                f"mask_token_id {mask_token_id} is the target's pad, bos or eos token; name a reserved id instead"
+            )
+        return cls(
+            hidden_size=spec.hidden_size,
+            intermediate_size=intermediate_size or spec.intermediate_size,
+            num_attention_heads=spec.num_attention_heads,
+            num_key_value_heads=spec.num_key_value_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
+            rms_norm_eps=1e-6,
+            rope_theta=spec.rope_theta,
+            max_position_embeddings=spec.max_position_embeddings,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=tuple(taps),
+            num_target_layers=spec.num_layers,
+            layer_types=kinds,
+            layer_causal=tuple(sliding_causal if kind == SLIDING else full_causal for kind in kinds),
+            sliding_window=sliding_window if num_sliding_layers else None,
+        )
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "DrafterConfig":
+        """Read a published ``config.json``: ``block_size`` at the top (older) or inside ``dflash_config`` (newer).
+
+        Raises:
+            KitError: a missing key, or a rotary embedding that this drafter does not have.
+        """
+        nested = raw.get("dflash_config") or {}
+        both = {**raw, **nested}
+
+        def need(key: str) -> Any:
+            if both.get(key) is None:
+                raise KitError(f"drafter config has no {key!r}; it is needed at the top level or in dflash_config")
+            return both[key]
+
+        num_layers = int(need("num_hidden_layers"))
+        window = both.get("swa_window_size") if both.get("swa_window_size") is not None else raw.get("sliding_window")
+        layer_types = _layer_types(both, num_layers, window)
+        return cls(
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            num_attention_heads=need("num_attention_heads"),
+            num_key_value_heads=need("num_key_value_heads"),
+            head_dim=raw.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
+            vocab_size=need("vocab_size"),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=_plain_rope_theta(raw),
+            max_position_embeddings=raw.get("max_position_embeddings", 32768),
+            block_size=int(need("block_size")),
+            mask_token_id=int(need("mask_token_id")),
+            target_layer_ids=tuple(need("target_layer_ids")),
+            num_target_layers=int(need("num_target_layers")),
+            layer_types=layer_types,
+            layer_causal=_layer_causal(raw, nested, layer_types),
+            sliding_window=window if SLIDING in layer_types else None,
+        )
+
+    def to_dict(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """The published layout, with ``block_size`` in both places and all four sliding-window keys.
+
+        ``is_causal`` is written only where one flag for all layers is true (vLLM lets it override every layer);
+        a mix of causal and bidirectional layers is spelled out in ``dflash_config.layer_causal``.
+        """
+        sliding = SLIDING in self.layer_types
+        dflash: dict[str, Any] = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "block_size": self.block_size,
+            "layer_causal": list(self.layer_causal),
+            "use_swa": sliding,
+        }
+        if sliding:
+            dflash["swa_window_size"] = self.sliding_window
+        config: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "dflash_config": dflash,
+            "num_target_layers": self.num_target_layers,
+            "target_hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": sliding,
+            "max_window_layers": self.num_hidden_layers if not sliding else 0,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": False,
+            "vocab_size": self.vocab_size,
+            "dtype": dtype,
+        }
+        if len(set(self.layer_causal)) == 1 and self.layer_causal != _convention(self.layer_types):
+            config["is_causal"] = dflash["causal"] = self.layer_causal[0]
+        return config
+
+    def differences(self, other: "DrafterConfig") -> list[str]:
+        """Names and both values of the fields that differ, for refusals."""
+        return [
+            f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
+            for name in self.__dataclass_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+def _convention(layer_types: Sequence[str]) -> tuple[bool, ...]:
+    return tuple(CONVENTION[kind] for kind in layer_types)
+
+
+def _layer_types(both: dict[str, Any], num_layers: int, window: int | None) -> tuple[str, ...]:
+    if both.get("layer_types"):
+        return tuple(both["layer_types"])
+    # Without explicit types transformers slides the layers from max_window_layers on, if sliding is switched on at all.
+    if not both.get("use_sliding_window") and not both.get("use_swa"):
+        return (FULL,) * num_layers
+    if window is None:
+        raise KitError("drafter config switches sliding windows on but gives no sliding_window")
+    first = 0 if both.get("use_swa") else int(both.get("max_window_layers", 28))
+    return tuple(SLIDING if i >= first else FULL for i in range(num_layers))
+
+
+def _layer_causal(raw: dict[str, Any], nested: dict[str, Any], layer_types: Sequence[str]) -> tuple[bool, ...]:
+    if nested.get("layer_causal") is not None:
+        return tuple(nested["layer_causal"])
+    flag = raw.get("is_causal", nested.get("causal"))
+    return _convention(layer_types) if flag is None else (bool(flag),) * len(layer_types)
+
+
+def _plain_rope_theta(raw: dict[str, Any]) -> float:
+    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if kind not in ("default", None) or partial not in (1, 1.0, None) or parameters.get("mrope_section"):
+        raise KitError(
+            f"drafter config asks for rope_type={kind!r}, partial_rotary_factor={partial}, "
+            f"mrope_section={parameters.get('mrope_section')}; a DFlash drafter has plain full rotary positions, "
+            "so this setting leaked from the target: export the drafter again without it"
+        )
+    theta = parameters.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise KitError("drafter config has no rope_theta (top level or rope_parameters)")
+    return float(theta)
+
+
+def _check(config: DrafterConfig) -> None:
+    bad_types = set(config.layer_types) - {FULL, SLIDING}
+    if bad_types or not config.layer_types:
+        raise KitError(
+            f"layer_types is {list(config.layer_types)}; each must be {FULL!r} or {SLIDING!r}, and one is needed"
+        )
+    if len(config.layer_causal) != len(config.layer_types):
+        raise KitError(f"layer_causal has {len(config.layer_causal)} entries for {len(config.layer_types)} layers")
+    if config.block_size < 2:
+        raise KitError(f"block_size is {config.block_size}; at least 2 is needed (anchor and one slot)")
+    if SLIDING in config.layer_types and (config.sliding_window is None or config.sliding_window < config.block_size):
+        raise KitError(
+            f"sliding_window is {config.sliding_window}; sliding layers need a window of at least block_size={config.block_size}"
+        )
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise KitError(
+            f"mask_token_id {config.mask_token_id} has no embedding row; allowed is 0..{config.vocab_size - 1}"
+        )
+    taps = config.target_layer_ids
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= config.num_target_layers:
+        raise KitError(
+            f"target_layer_ids {list(taps)} must ascend without repetition within 0..{config.num_target_layers - 1}"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise KitError(
+            f"{config.num_attention_heads} heads cannot share {config.num_key_value_heads} key-value heads evenly"
+        )

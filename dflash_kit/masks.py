@@ -1,0 +1,112 @@
+"""Who sees whom: the attention masks of packed training and of a single block.
+
+Keys are the real tokens of a packed row followed by all blocks. A slot of block j sees real tokens of its own
+document with position < anchor_j, and its own block (all of it, or up to itself in causal layers); sliding layers
+add: query position - key position < W.
+
+Shape legend: T packed context tokens, N blocks, B block size, Q = N * B slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where the tokens and blocks of one packed row are.
+
+    Attributes:
+        positions: (T,) int64, position of each token inside its document.
+        documents: (T,) int64, document number of each token, -1 for padding behind the last document.
+        anchors: (N,) int64, index of each anchor in the packed row; any valid index for unused blocks.
+        used: (N,) bool, False for blocks that only fill up the fixed count.
+        block_size: B.
+    """
+
+    positions: Tensor
+    documents: Tensor
+    anchors: Tensor
+    used: Tensor
+    block_size: int
+
+    @property
+    def slot_positions(self) -> Tensor:
+        """(Q,) positions of all slots: anchor, anchor + 1, …, anchor + B - 1 for each block."""
+        offsets = torch.arange(self.block_size, device=self.anchors.device)
+        return (self.positions[self.anchors][:, None] + offsets).flatten()
+
+    @property
+    def slot_documents(self) -> Tensor:
+        """(Q,) document of each slot, -2 for unused blocks (no token has it)."""
+        documents = torch.where(self.used, self.documents[self.anchors], -2)
+        return documents.repeat_interleave(self.block_size)
+
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def mask_mod(layout: BlockLayout, *, causal: bool, window: int | None) -> MaskMod:
+    """The rule as FlexAttention's ``mask_mod(batch, head, query, key)``; works on index tensors of any shape."""
+    num_tokens, block_size, num_blocks = layout.positions.numel(), layout.block_size, layout.anchors.numel()
+    slot_positions, slot_documents = layout.slot_positions, layout.slot_documents
+    anchor_positions = layout.positions[layout.anchors]
+    last_token, last_slot = max(num_tokens - 1, 0), max(num_blocks * block_size - 1, 0)
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        token, slot = key.clamp(max=last_token), (key - num_tokens).clamp(0, last_slot)
+        is_token = key < num_tokens
+        query_block = query // block_size
+        before_anchor = layout.positions[token] < anchor_positions[query_block]
+        seen_token = is_token & before_anchor & (layout.documents[token] == slot_documents[query])
+        seen_slot = ~is_token & (slot // block_size == query_block)
+        if causal:
+            seen_slot = seen_slot & (slot <= query)
+        seen = seen_token | seen_slot
+        if window is not None:
+            key_position = torch.where(is_token, layout.positions[token], slot_positions[slot])
+            seen = seen & (slot_positions[query] - key_position < window)
+        return seen
+
+    return visible
+
+
+def dense_mask(layout: BlockLayout, *, causal: bool, window: int | None) -> Tensor:
+    """(Q, T + Q) bool, True where a slot may look; for the CPU and for tests."""
+    num_slots, num_tokens = layout.anchors.numel() * layout.block_size, layout.positions.numel()
+    device = layout.positions.device
+    query = torch.arange(num_slots, device=device)[:, None]
+    key = torch.arange(num_tokens + num_slots, device=device)[None, :]
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    return mask_mod(layout, causal=causal, window=window)(zero, zero, query, key)
+
+
+def flex_mask(layout: BlockLayout, *, causal: bool, window: int | None) -> Any:
+    """The same rule as a FlexAttention ``BlockMask`` (built once per batch, for GPUs)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    num_slots, num_tokens = layout.anchors.numel() * layout.block_size, layout.positions.numel()
+    rule = mask_mod(layout, causal=causal, window=window)
+    return create_block_mask(
+        rule, B=None, H=None, Q_LEN=num_slots, KV_LEN=num_tokens + num_slots, device=layout.positions.device
+    )
+
+
+def single_block_mask(context_positions: Tensor, slot_positions: Tensor, *, causal: bool, window: int | None) -> Tensor:
+    """(B, T + B) bool for one block whose context is all committed (every context position is before the anchor).
+
+    Args:
+        context_positions: (T,) positions of the context keys.
+        slot_positions: (B,) positions of the slots, the anchor's first.
+    """
+    keys = torch.cat([context_positions, slot_positions])
+    distance = slot_positions[:, None] - keys[None, :]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        seen &= distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return seen

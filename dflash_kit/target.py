@@ -1,0 +1,309 @@
+"""The target: what its folder says about it, its weights, and its tapped hidden states.
+
+Layer ids are 0-based decoder layers whose *output* is meant: id k is ``hidden_states[k + 1]`` of transformers
+and auxiliary layer ``k + 1`` of vLLM (both count the embeddings as 0).
+
+Shape legend: B batch, T tokens, K taps, D hidden size, V vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import KitError
+
+# Keys of config.json that change without changing what the model computes.
+VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
+
+
+def tap_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """Layers to tap: evenly spread from the second layer to the fourth from the end (the published rule).
+
+    ``id_i = round(1 + i (N - 4) / (n - 1))``; one tap takes the middle layer ``N // 2``.
+
+    Raises:
+        KitError: the target has too few layers for ``num_taps`` distinct taps.
+    """
+    if num_taps < 1:
+        raise KitError(f"num_taps is {num_taps}; at least 1 is needed")
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    if len(set(ids)) != num_taps or ids != sorted(ids) or ids[-1] >= num_target_layers:
+        raise KitError(
+            f"{num_taps} taps do not fit a target of {num_target_layers} layers; "
+            f"take at most {max(1, num_target_layers - 3)} taps or name target_layer_ids"
+        )
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetSpec:
+    """What ``config.json`` and the tokenizer say about a target; no weights are read."""
+
+    name: str
+    """Folder or hub id."""
+    revision: str | None
+    """Hub revision, None for a folder."""
+    config_hash: str
+    """Hash of the configuration without volatile keys."""
+    tokenizer_hash: str | None
+    """Hash of the tokenizer's vocabulary, merges and rules; None when the folder has no tokenizer."""
+    template_hash: str | None
+    """Hash of the chat template; None when there is none."""
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    bos_token_id: int | None
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, revision: str | None = None) -> "TargetSpec":
+        """Read the text configuration and tokenizer of a folder or hub id.
+
+        Raises:
+            KitError: there is no readable model configuration there.
+        """
+        config = load_config(path, revision)
+        text = config.get_text_config()
+        try:
+            tokenizer = load_tokenizer(path, revision)
+        except KitError:
+            tokenizer = None
+        tokenizer_hash, template_hash = tokenizer_identity(tokenizer) if tokenizer is not None else (None, None)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            name=str(path),
+            revision=revision,
+            config_hash=config_hash(config),
+            tokenizer_hash=tokenizer_hash,
+            template_hash=template_hash,
+            model_type=text.model_type,
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            intermediate_size=_intermediate_size(text),
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=head_dim,
+            vocab_size=text.vocab_size,
+            max_position_embeddings=text.max_position_embeddings,
+            rope_theta=_rope_theta(text),
+            rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+            eos_token_ids=_eos_ids(path, revision, text),
+            pad_token_id=_first_id(text.pad_token_id),
+            bos_token_id=_first_id(text.bos_token_id),
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+        )
+
+
+def load_config(path: str | Path, revision: str | None = None) -> Any:
+    """The transformers configuration of a folder or hub id; ``KitError`` when there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from error
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> Any:
+    """The target's tokenizer; ``KitError`` when the folder or hub id has none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), revision=revision)
+    except Exception as error:  # tokenizers raises bare Exception on a broken file
+        raise KitError(f"tokenizer of {path} cannot be loaded: {error}") from error
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+) -> Any:
+    """The whole target, frozen and in evaluation mode.
+
+    Raises:
+        KitError: missing or unreadable weights, or an architecture that transformers does not know.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    load_config(path, revision)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), revision=revision, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        raise _unreadable(path, error) from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+class TapRecorder:
+    """Context manager that keeps the output of chosen decoder layers of the last forward pass.
+
+    Args:
+        model: a transformers causal language model.
+        layer_ids: 0-based layers whose output is kept, in the order in which they are concatenated.
+
+    Raises:
+        KitError: an id outside the model's layers.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        self._layers = decoder_layers(model)
+        bad = [i for i in self.layer_ids if not 0 <= i < len(self._layers)]
+        if bad:
+            raise KitError(f"tap layer ids {bad} are outside this target's layers 0..{len(self._layers) - 1}")
+        self._outputs: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "TapRecorder":
+        for layer_id in set(self.layer_ids):
+            self._handles.append(self._layers[layer_id].register_forward_hook(self._keep(layer_id)))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+
+    def _keep(self, layer_id: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def taps(self) -> Tensor:
+        """Taps of the last forward pass: (B, T, K * D), in the dtype of the model. They are handed out once.
+
+        Raises:
+            RuntimeError: a tapped layer did not run since the last call (a bug, never a user's mistake).
+        """
+        missing = [i for i in self.layer_ids if i not in self._outputs]
+        if missing:
+            raise RuntimeError(f"layers {missing} did not run since the taps were last taken")
+        taps = torch.cat([self._outputs[i] for i in self.layer_ids], dim=-1)
+        self._outputs.clear()
+        return taps
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a text or multimodal causal language model, in order."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = getattr(decoder, "language_model", decoder)
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise KitError(f"{type(model).__name__} has no decoder layers that can be tapped")
+    return layers
+
+
+def choose_mask_token_id(spec: TargetSpec, tokenizer: Any) -> int:
+    """A reserved id with a real embedding row, never pad, bos or eos.
+
+    In this order: the first row behind the tokenizer's last id (151669 of Qwen3, 248070 of Qwen3.5), the tokenizer's
+    own mask token, the last reserved special token that the chat template does not use.
+
+    Raises:
+        KitError: none of the three exists.
+    """
+    ordinary = {spec.pad_token_id, spec.bos_token_id, *spec.eos_token_ids}
+    candidates = [len(tokenizer)]
+    if tokenizer.mask_token_id is not None:
+        candidates.append(tokenizer.mask_token_id)
+    template = tokenizer.chat_template or ""
+    ordinary |= {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    added = sorted(tokenizer.added_tokens_decoder.items(), reverse=True)
+    candidates += [i for i, token in added if token.special and token.content not in template]
+    for candidate in candidates:
+        if candidate < spec.vocab_size and candidate not in ordinary:
+            return candidate
+    raise KitError(
+        f"{spec.name} has no reserved token to serve as mask; give --mask_token_id an id below {spec.vocab_size}"
+    )
+
+
+def tokenizer_identity(tokenizer: Any) -> tuple[str, str | None]:
+    """Hashes of what a tokenizer does and of its chat template (None without one)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        for volatile in ("truncation", "padding", "version"):
+            rules.pop(volatile, None)
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    template = tokenizer.chat_template
+    return digest(rules), digest(template) if template else None
+
+
+def config_hash(config: Any) -> str:
+    """Hash of a transformers configuration, without the keys that do not change the computation."""
+    return digest({k: v for k, v in config.to_dict().items() if k not in VOLATILE_CONFIG_KEYS})
+
+
+def digest(value: Any) -> str:
+    """Short stable hash of a JSON-serialisable value."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _rope_theta(text: Any) -> float:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters and "rope_theta" not in parameters:  # one entry per layer type (Gemma): full attention decides
+        parameters = parameters.get("full_attention") or next(iter(parameters.values()))
+    theta = parameters.get("rope_theta", getattr(text, "rope_theta", None))
+    if theta is None:
+        raise KitError(f"{text.model_type} has no rope_theta; DFlash drafters need a target with rotary positions")
+    return float(theta)
+
+
+def _intermediate_size(text: Any) -> int:
+    size = getattr(text, "intermediate_size", None)
+    if size is None:  # a mixture of experts: the dense equivalent of the experts that one token runs through
+        size = text.moe_intermediate_size * text.num_experts_per_tok
+    return int(size)
+
+
+def _eos_ids(path: str | Path, revision: str | None, text: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(str(path), revision=revision).eos_token_id
+    except OSError:
+        found = None
+    found = text.eos_token_id if found is None else found
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def _first_id(value: int | list[int] | None) -> int | None:
+    return value[0] if isinstance(value, list) else value
+
+
+def _unreadable(path: str | Path, error: Exception) -> KitError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return KitError(
+        f"target {path} cannot be loaded: {first_line}; give a folder with config.json and safetensors or a hub id"
+    )
