@@ -1,0 +1,126 @@
+"""Prompts that drafters are evaluated on, in the wording that published DFlash figures use.
+
+The files lie in `data/` (its README names sources and licences). Evaluation prompts never enter training.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_kit.errors import KitError
+
+SHUFFLE_SEED = 0
+"""A limited benchmark is the first rows after this shuffle, as in the published protocol."""
+
+MATH_SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+CODE_PREFIX = "Write a solution to the following problem and make sure that it passes the tests:\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkPrompt:
+    """One conversation to decode."""
+
+    id: str
+    """Unique within its benchmark."""
+    turns: tuple[str, ...]
+    """User turns; the target's own reply goes between two of them."""
+
+
+def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]:
+    """Load a benchmark by name, or any JSONL file by path (rows with `prompt`, `turns` or user `messages`).
+
+    Args:
+        name: a name in `BENCHMARKS`, or a path that ends in .jsonl.
+        limit: most prompts to return; a smaller number than there are selects after a shuffle with seed 0.
+
+    Raises:
+        KitError: unknown name, a limit below 1, or an unusable file (with its line number).
+    """
+    if limit is not None and limit < 1:
+        raise KitError(f"limit of benchmark {name} is {limit}; give at least 1, or none for all prompts")
+    if name in BENCHMARKS:
+        file, to_turns = BENCHMARKS[name]
+        path = data_folder() / file
+    elif name.endswith(".jsonl"):
+        path, to_turns = Path(name), _turns_of_any_row
+    else:
+        raise KitError(f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file")
+    prompts = _read_prompts(path, to_turns)
+    if limit is None or limit >= len(prompts):
+        return prompts
+    random.Random(SHUFFLE_SEED).shuffle(prompts)
+    return prompts[:limit]
+
+
+def data_folder() -> Path:
+    """Folder of the bundled prompt sets: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "data", package.parent / "data"):
+        if (folder / "gsm8k_test.jsonl").is_file():
+            return folder
+    raise KitError(f"the bundled prompt sets are missing beside {package}; install dflash-kit again")
+
+
+def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -> list[BenchmarkPrompt]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as err:
+        raise KitError(f"cannot read benchmark {path}: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise KitError(f"benchmark {path} is not UTF-8 text") from err
+    prompts: list[BenchmarkPrompt] = []
+    line_of_id: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = BenchmarkPrompt(id=str(row.get("id", f"line-{number}")), turns=tuple(to_turns(row)))
+        except (ValueError, KeyError, AttributeError, TypeError) as err:
+            raise KitError(f"{path} line {number}: {err}; a row is a JSON object with prompt, turns or messages") from err
+        if prompt.id in line_of_id:
+            raise KitError(f"{path} line {number}: id '{prompt.id}' was used in line {line_of_id[prompt.id]}")
+        line_of_id[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise KitError(f"benchmark {path} holds no prompts")
+    return prompts
+
+
+def _turns_of_any_row(row: dict[str, Any]) -> list[str]:
+    """User turns of a row in one of the three usual shapes."""
+    if "messages" in row:
+        if any(message["role"] != "user" for message in row["messages"]):
+            raise ValueError("messages may hold user turns only, the target writes the replies")
+        turns = [message["content"] for message in row["messages"]]
+    else:
+        turns = row["turns"] if "turns" in row else [row["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("every turn must be text that is not empty")
+    return turns
+
+
+def _math_turns(row: dict[str, Any]) -> list[str]:
+    return [row["prompt"] + MATH_SUFFIX]
+
+
+def _code_turns(row: dict[str, Any]) -> list[str]:
+    return [f"{CODE_PREFIX}```python\n{row['prompt']}\n```"]
+
+
+def _chat_turns(row: dict[str, Any]) -> list[str]:
+    return list(row["turns"])
+
+
+BENCHMARKS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    "gsm8k": ("gsm8k_test.jsonl", _math_turns),
+    "humaneval": ("humaneval.jsonl", _code_turns),
+    "mt-bench": ("mt_bench.jsonl", _chat_turns),
+    "aime25": ("aime25.jsonl", _math_turns),
+}
+"""Name -> file in `data/` and the wording of one row."""
