@@ -228,15 +228,17 @@ def _layer_causal(raw: dict[str, Any], nested: dict[str, Any], layer_types: Sequ
 
 
 def _plain_rope_theta(raw: dict[str, Any]) -> float:
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if kind not in ("default", None) or partial not in (1, 1.0, None) or parameters.get("mrope_section"):
-        raise KitError(
-            f"drafter config asks for rope_type={kind!r}, partial_rotary_factor={partial}, "
-            f"mrope_section={parameters.get('mrope_section')}; a DFlash drafter has plain full rotary positions, "
-            "so this setting leaked from the target: export the drafter again without it"
-        )
+    for parameters in (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        partial = parameters.get("partial_rotary_factor", 1.0)
+        sections = parameters.get("mrope_section")
+        if kind not in ("default", None) or partial not in (1, None) or sections:
+            raise KitError(
+                f"drafter config asks for rope_type={kind!r}, partial_rotary_factor={partial}, mrope_section={sections}; "
+                "a DFlash drafter has plain full rotary positions, so this setting leaked from the target: "
+                "export the drafter again without it"
+            )
+    parameters = raw.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise KitError("drafter config has no rope_theta (top level or rope_parameters)")
