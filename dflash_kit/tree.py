@@ -1,8 +1,9 @@
 """Draft trees: the best prefixes under the drafter's per-depth distributions, in best-first order.
 
-One draft pass gives M = B - 1 independent distributions q_1 … q_M. A node is a path of tokens (x_1 … x_d) with score
-Σ log q_k(x_k). The tree of budget b holds the b best paths; a parent never scores below its child, so the tree is closed
-under parents, and the tree of budget b is a prefix of the tree of any larger budget (replay rests on this).
+One draft pass gives M = B - 1 independent distributions q_1 … q_M. A node is a path of tokens (x_1 … x_d)
+with score Σ log q_k(x_k). The tree of budget b holds the b best paths. A parent never scores below its child,
+so the tree is closed under parents, and the tree of budget b is a prefix of the tree of any larger budget
+(replay rests on this).
 
 Numbering. Row 0 is the root (the anchor). Node i of the tree is row i + 1, and ``parents`` hold row numbers.
 
@@ -57,7 +58,7 @@ def build_tree(logits: Tensor, budget: int) -> Tree:
     """
     if logits.ndim != 2 or budget < 0:
         raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and budget is {budget}; (depth, vocab) and >= 0 are needed"
+            f"logits have shape {tuple(logits.shape)}, budget is {budget}; (depth, vocab) and >= 0 are needed"
         )
     if budget == 0 or logits.numel() == 0:
         return empty_tree()
@@ -86,8 +87,8 @@ def top_log_probs(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     num_ranks = min(num_ranks, logits.shape[-1])
     values, token_ids = logits.topk(num_ranks, dim=-1)
-    # topk orders equal values arbitrarily, and chooses arbitrarily among those that tie with the last one. Both would
-    # make a tree depend on its budget, so put ids in order first and sort stably.
+    # topk orders equal values arbitrarily, and chooses arbitrarily among those that tie with the last one.
+    # Both would make a tree depend on its budget, so put ids in order first and sort stably.
     token_ids, order = token_ids.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.gather(-1, order)
@@ -101,9 +102,9 @@ def top_log_probs(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
 def best_first(log_probs: Sequence[Sequence[float]], budget: int) -> tuple[list[int], list[int], list[int]]:
     """Expand the best path again and again: row of the parent, depth and rank of each node, in order.
 
-    A path's first child and next sibling score no more than it does and have a greater rank tuple, so a heap that holds
-    these two of every expanded path always has the next best path on top. Scores are added from the root down, in
-    double precision: the same path has the same score in every tree.
+    A path's first child and next sibling score no more than it does and have a greater rank tuple, so a heap
+    that holds these two of every expanded path always has the next best path on top. Scores are added from
+    the root down, in double precision: the same path has the same score in every tree.
 
     Args:
         log_probs: M rows of K log-probabilities, each row in descending order.

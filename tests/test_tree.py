@@ -1,4 +1,4 @@
-"""The tree equals published cases and brute force, is a prefix of larger trees, and its masks follow the parents."""
+"""The tree equals published cases and brute force, and is a prefix of larger trees; masks follow the parents."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def paths_of(tree: Tree) -> list[tuple[int, ...]]:
 
 
 def brute_force(logits: torch.Tensor, budget: int) -> list[tuple[int, ...]]:
-    """Enumerate every path, sort by Σ log q (then by rank tuple), take the best: nothing in common with the heap."""
+    """Enumerate all paths, sort by Σ log q (then by rank tuple), take the best: no heap in sight."""
     log_probs = torch.log_softmax(logits.double(), dim=-1).tolist()
     ranked = [sorted(range(len(row)), key=lambda t, row=row: (-row[t], t)) for row in log_probs]
     scored = []
