@@ -1,0 +1,52 @@
+"""Our checkpoints drive transformers' own DFlash decoding, and its output stays the target's."""
+
+import pytest
+import torch
+from test_drafter import tiny_drafter
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dflash_kit.drafter_config import FULL, SLIDING
+from dflash_kit.hf_assistant import DFlashAssistant
+
+
+@pytest.mark.parametrize("kinds", [(FULL, FULL), (SLIDING, FULL)])
+def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ...], tmp_path: object) -> None:
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=6,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+    drafter = tiny_drafter(layer_types=kinds, layer_causal=tuple(k == SLIDING for k in kinds))
+    drafter.save_pretrained(tmp_path / "drafter", dtype=torch.float32)  # type: ignore[operator]
+    assistant = DFlashAssistant.from_pretrained(tmp_path / "drafter")  # type: ignore[operator]
+    rounds: list[tuple[torch.Tensor, ...]] = []
+    assistant.register_forward_hook(
+        lambda _module, _args, k, out: rounds.append(
+            (k["noise_embeds"], k["context_hidden_states"], k["position_ids"], out.last_hidden_state)
+        ),
+        with_kwargs=True,
+    )
+    prompt = torch.randint(1, 49, (1, 12))
+    plain = target.generate(prompt, max_new_tokens=40, do_sample=False)
+    drafted = target.generate(
+        prompt, max_new_tokens=40, do_sample=False, assistant_model=assistant, speculation_type="dflash"
+    )
+    assert torch.equal(plain, drafted)
+    assert len(rounds) > 5
+    taps = torch.zeros(1, 0, 64)
+    for noise, new_taps, positions, hidden in rounds:  # every round equals the drafter called without any cache
+        taps = torch.cat([taps, new_taps], dim=1)
+        start = taps.shape[1]
+        assert positions[0, -4:].tolist() == list(range(start, start + 4))
+        whole = assistant.drafter(noise, taps, torch.arange(start + 4)[None])
+        torch.testing.assert_close(hidden, whole, atol=1e-5, rtol=1e-5)
+    assert assistant.drafter.config.target_layer_ids == (1, 3) and assistant.config.target_layer_ids == [2, 4]
