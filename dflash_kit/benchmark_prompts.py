@@ -49,7 +49,9 @@ def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]
     elif name.endswith(".jsonl"):
         path, to_turns = Path(name), _turns_of_any_row
     else:
-        raise KitError(f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file")
+        raise KitError(
+            f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
+        )
     prompts = _read_prompts(path, to_turns)
     if limit is None or limit >= len(prompts):
         return prompts
@@ -82,7 +84,9 @@ def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -
             row = json.loads(line)
             prompt = BenchmarkPrompt(id=str(row.get("id", f"line-{number}")), turns=tuple(to_turns(row)))
         except (ValueError, KeyError, AttributeError, TypeError) as err:
-            raise KitError(f"{path} line {number}: {err}; a row is a JSON object with prompt, turns or messages") from err
+            raise KitError(
+                f"{path} line {number}: {err}; a row is a JSON object with prompt, turns or messages"
+            ) from err
         if prompt.id in line_of_id:
             raise KitError(f"{path} line {number}: id '{prompt.id}' was used in line {line_of_id[prompt.id]}")
         line_of_id[prompt.id] = number
@@ -100,7 +104,11 @@ def _turns_of_any_row(row: dict[str, Any]) -> list[str]:
         turns = [message["content"] for message in row["messages"]]
     else:
         turns = row["turns"] if "turns" in row else [row["prompt"]]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+    ):
         raise ValueError("every turn must be text that is not empty")
     return turns
 

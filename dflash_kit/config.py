@@ -1,7 +1,7 @@
 """Configuration of every command: one frozen dataclass a stage, filled from defaults < YAML < command line.
 
-jsonargparse turns the dataclass into flags, help (attribute docstrings) and type checks. Around it this module adds
-what a recipe for several stages needs: YAML sections, and refusals that name the nearest known key.
+jsonargparse turns the dataclass into flags, help (attribute docstrings) and type checks. Around it this module
+adds what a recipe for several stages needs: YAML sections, and refusals that name the nearest known key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, description: str) -> T:
-    """Build the stage's config from `--config FILE.yaml` (repeatable, later files win) and the other flags in `argv`.
+    """Build the stage's config from `--config FILE.yaml` (repeatable, later files win) and the flags in `argv`.
 
     Args:
         stage: name of the stage's section in a recipe, one of `SECTIONS`.
@@ -43,7 +43,8 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
         description: first lines of `--help`.
 
     Raises:
-        KitError: unknown flag or key, a value of the wrong type or range, a missing required value, an unreadable YAML file.
+        KitError: unknown flag or key, a value of the wrong type or range, a missing required value, an unreadable
+            YAML file.
         SystemExit: after `--help` or `--print_config` (status 0).
     """
     hints = _leaf_hints(cls)
@@ -51,14 +52,18 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
     wants_print = "--print_config" in argv
     argv = [arg for arg in argv if arg != "--print_config"]
     files, argv = _split_config_files(argv)
-    yaml_args = [arg for file in files for arg in _yaml_args(_read_section(Path(file), stage, cls), hints, stage, file)]
+    yaml_args = [
+        arg for file in files for arg in _yaml_args(_read_section(Path(file), stage, cls), hints, stage, file)
+    ]
     parser = _build_parser(stage, cls, description)
     if wants_print:
         _drop_requirements(parser)
     try:
-        # The YAML's values go in front of the user's own flags: one path of type checks, and the last one wins.
+        # The YAML's values go in front of the user's own flags: one path of type checks, and the last wins.
         namespace = parser.parse_args(yaml_args + argv)
-    except Exception as err:  # jsonargparse raises ArgumentError, TypeError or ValueError, all of them the user's input
+    except (
+        Exception
+    ) as err:  # jsonargparse raises ArgumentError, TypeError or ValueError, all of them the user's input
         raise KitError(_explain(str(err), stage, hints)) from err
     if wants_print:
         print(yaml.safe_dump({stage: _plain(namespace.as_dict())}, sort_keys=False), end="")
@@ -70,7 +75,7 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Write the resolved config as flat YAML, which `--config` reads back; the file appears complete or not at all."""
+    """Write the resolved config as flat YAML, which `--config` reads back; the file appears whole or not at all."""
     path = Path(path)
     partial = path.with_name(path.name + ".incomplete")
     partial.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
@@ -78,7 +83,7 @@ def save_config(config: Any, path: str | Path) -> None:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """The clause that helps after an unknown name: the nearest known one, or all of them when none is near."""
+    """The clause that helps after an unknown name: the nearest known one, or all of them if none is near."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
@@ -88,7 +93,9 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 6e-4 as a number (PyYAML follows YAML 1.1, where that is a string)."""
 
 
-_Loader.yaml_implicit_resolvers = {key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.yaml_implicit_resolvers = {
+    key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
 )
@@ -118,7 +125,8 @@ def _normalised(argv: list[str], hints: dict[str, Any], stage: str) -> list[str]
         written, equals, value = arg[2:].partition("=")
         name = written.rstrip("+").replace("-", "_")
         if name not in known:
-            raise KitError(f"unknown flag '--{written}' of {stage}; {nearest('--' + name, ['--' + key for key in known])}")
+            hint = nearest("--" + name, ["--" + key for key in known])
+            raise KitError(f"unknown flag '--{written}' of {stage}; {hint}")
         is_bare = not equals and (position + 1 == len(argv) or argv[position + 1].startswith("--"))
         if hints.get(name) is bool and is_bare:
             equals, value = "=", "true"
@@ -146,7 +154,7 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 def _read_section(path: Path, stage: str, cls: type) -> dict[str, Any]:
     """The stage's mapping in a recipe: its section, or the whole file when that has no sections."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - derived from SafeLoader
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as err:
         raise KitError(f"cannot read config {path}: {err.strerror}") from err
     except UnicodeDecodeError as err:
@@ -154,7 +162,9 @@ def _read_section(path: Path, stage: str, cls: type) -> dict[str, Any]:
     except yaml.YAMLError as err:
         mark = getattr(err, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise KitError(f"config {path}{where} is not valid YAML: {getattr(err, 'problem', None) or err}") from err
+        raise KitError(
+            f"config {path}{where} is not valid YAML: {getattr(err, 'problem', None) or err}"
+        ) from err
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -166,13 +176,21 @@ def _read_section(path: Path, stage: str, cls: type) -> dict[str, Any]:
             raise KitError(f"unknown section '{name}' in {path}; {nearest(str(name), SECTIONS)}")
     section = content.get(stage)
     if section is not None and not isinstance(section, dict):
-        raise KitError(f"section '{stage}' of {path} holds a {type(section).__name__}; it must map keys to values")
+        raise KitError(
+            f"section '{stage}' of {path} holds a {type(section).__name__}; it must map keys to values"
+        )
     return section or {}
 
 
-def _yaml_args(values: dict[str, Any], hints: dict[str, Any], stage: str, file: str, prefix: str = "") -> list[str]:
+def _yaml_args(
+    values: dict[str, Any], hints: dict[str, Any], stage: str, file: str, prefix: str = ""
+) -> list[str]:
     """Turn a mapping into `--key=value` arguments, refusing keys that the dataclass lacks."""
-    groups = {name[: name.index(".", len(prefix))] for name in hints if name.startswith(prefix) and "." in name[len(prefix) :]}
+    groups = {
+        name[: name.index(".", len(prefix))]
+        for name in hints
+        if name.startswith(prefix) and "." in name[len(prefix) :]
+    }
     known = {name.removeprefix(prefix).split(".")[0]: None for name in hints if name.startswith(prefix)}
     args: list[str] = []
     for key, value in values.items():
@@ -192,12 +210,18 @@ def _yaml_args(values: dict[str, Any], hints: dict[str, Any], stage: str, file: 
 
 
 def _build_parser(stage: str, cls: type, description: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"dflash-{stage}", description=description, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog=f"dflash-{stage}", description=description, exit_on_error=False, allow_abbrev=False
+    )
     # Both are handled before jsonargparse runs; they stand here for --help.
-    parser.add_argument("--config", metavar="FILE.yaml", help="Recipe; flags override it. Sections: " + ", ".join(SECTIONS))
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="Recipe; flags override it. Sections: " + ", ".join(SECTIONS)
+    )
     parser.add_argument("--print_config", action="store_true", help="Print the resolved config and exit.")
     for prefix, part, default in _dataclass_parts(cls):
-        nested = {name for name, hint in typing.get_type_hints(part).items() if dataclasses.is_dataclass(hint)}
+        nested = {
+            name for name, hint in typing.get_type_hints(part).items() if dataclasses.is_dataclass(hint)
+        }
         parser.add_class_arguments(part, prefix or None, skip=nested, sub_configs=False)
         if default is not None:
             leaves = {field.name for field in dataclasses.fields(part)} - nested
@@ -247,7 +271,9 @@ def _explain(message: str, stage: str, hints: dict[str, Any]) -> str:
     missing = re.search(r"arguments are required: (.+)", message)
     if missing:
         names = [name.strip() for name in missing[1].split(",")]
-        return f"{stage} needs {' and '.join('--' + name for name in names)}: give it as a flag or in the YAML"
+        return (
+            f"{stage} needs {' and '.join('--' + name for name in names)}: give it as a flag or in the YAML"
+        )
     unknown = re.search(r"unrecognized arguments: (.+)", message)
     if unknown:
         return f"unexpected argument '{unknown[1]}' for {stage}; every option is written --name value"

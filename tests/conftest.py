@@ -1,0 +1,55 @@
+"""Fixtures that every test module may use, and the rule that GPU tests run only where a GPU is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_kit.errors import KitError
+from dflash_kit.gguf import RECORD_FILE, convert_gguf
+from helpers import HAS_GPU, REPO, SHARED, make_tiny_target
+
+DEMO_MODEL = REPO / "runs" / "demo" / "model"
+CACHED_MODEL = REPO / "runs" / "test-cache" / "model"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on a machine without one."""
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder with reference vectors and raw data beside the checkout."""
+    if not SHARED.is_dir():
+        pytest.skip("no folder 'shared' beside the checkout, which holds the reference vectors")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a model folder: the demo's copy, or one that is converted once for all runs."""
+    if (DEMO_MODEL / RECORD_FILE).is_file():
+        return DEMO_MODEL
+    try:
+        convert_gguf(CACHED_MODEL)
+    except KitError as err:
+        pytest.skip(f"no real target: {err}")
+    return CACHED_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random target, an untied Qwen3 unless parametrised indirectly: tied, untied, llama, llama-tied."""
+    variant: str = getattr(request, "param", "untied")
+    folder = tmp_path_factory.mktemp("tiny-target") / variant
+    return make_tiny_target(
+        folder,
+        model_type="llama" if variant.startswith("llama") else "qwen3",
+        tied=variant.endswith("tied") and variant != "untied",
+    )
