@@ -1,4 +1,4 @@
-"""The tree equals published cases and brute force, and is a prefix of larger trees; masks follow the parents."""
+"""The tree equals published cases and brute force, and prefixes larger trees; masks follow the parents."""
 
 import itertools
 import json

@@ -1,0 +1,189 @@
+"""Acceptance and speed of decoding: the only place that computes them.
+
+A round is one draft, one verification and one commit. Its ``num_accepted`` are the draft tokens that entered
+the response (0 … B - 1), its acceptance length is ``num_accepted + 1``: the bonus token counts.
+
+The cut round. A round that EOS or the length limit ends inside the accepted path has no bonus token. It
+counts whole: its ``num_accepted`` are the draft tokens up to and including the EOS, or up to the limit; its
+acceptance length is still ``num_accepted + 1``. Live decoding and replay cut alike; ``rounds_cut`` says how
+many there are. So acceptance length = 1 + Σ position rates holds for every set of rounds, in integers, and is
+checked.
+
+Speed leaves the prefill and the first token out: tokens/s = tokens after the first / time of all rounds.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+CUT_REASONS = ("eos", "length")
+BOOTSTRAP_RESAMPLES = 2000
+BOOTSTRAP_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundLog:
+    """The rounds of one response. The first token comes from the prefill and belongs to no round."""
+
+    prompt_id: str = ""
+    """Turns of one conversation share it; confidence intervals resample prompts, not responses."""
+    num_accepted: tuple[int, ...]
+    """Draft tokens of each round that entered the response."""
+    cut: str | None = None
+    """"eos" or "length" where the last round ended inside the accepted path, so without a bonus token."""
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage, summed over the rounds; empty for replay."""
+    decode_s: float | None = None
+    """Seconds of all rounds together, prefill excluded; None for replay."""
+
+    def __post_init__(self) -> None:
+        assert self.cut is None or (self.cut in CUT_REASONS and self.num_accepted), (
+            self.cut,
+            self.num_accepted,
+        )
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the response: the first, the accepted ones, and one bonus token a round (none if cut)."""
+        return 1 + sum(self.num_accepted) + len(self.num_accepted) - (self.cut is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "num_accepted": list(self.num_accepted), "stage_s": dict(self.stage_s)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RoundLog":
+        """What ``to_dict`` wrote."""
+        return cls(**{**values, "num_accepted": tuple(values["num_accepted"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceptance:
+    """Summary of many responses decoded by one method at one budget."""
+
+    prompts: int
+    """Distinct prompts."""
+    responses: int
+    """Responses; more than prompts where conversations have several turns."""
+    rounds: int
+    rounds_cut: dict[str, int]
+    """Rounds without a bonus token, by reason."""
+    new_tokens: int
+    """Tokens of all responses, first tokens included."""
+    acceptance_length_pooled: float | None
+    """(Σ num_accepted + rounds) / rounds; None without a round."""
+    acceptance_length_pooled_ci95: tuple[float, float] | None
+    """Percentile bootstrap over prompts; None for fewer than two prompts with rounds."""
+    acceptance_length_per_prompt: float | None
+    """Mean over responses of each response's own acceptance length; those without a round are left out."""
+    acceptance_length_per_prompt_ci95: tuple[float, float] | None
+    position_rates: tuple[float, ...]
+    """Share of rounds in which the draft token at position k = 1 … B - 1 was accepted."""
+    ms_per_round: dict[str, float]
+    """Milliseconds by stage, and ``total``; empty for replay."""
+    tokens_per_s: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    def speedup_over(self, baseline: "Acceptance") -> float | None:
+        """Ratio of tokens per second to those of ``baseline``; None where one of them has no time."""
+        if not self.tokens_per_s or not baseline.tokens_per_s:
+            return None
+        return self.tokens_per_s / baseline.tokens_per_s
+
+
+def summarise(logs: Iterable[RoundLog], num_draft_tokens: int) -> Acceptance:
+    """Acceptance and speed of one method at one budget.
+
+    Args:
+        logs: one per response.
+        num_draft_tokens: B - 1, the deepest position a round can accept; 0 for autoregressive decoding.
+    """
+    logs = list(logs)
+    accepted = [a for log in logs for a in log.num_accepted]
+    rounds = len(accepted)
+    bad = [a for a in accepted if not 0 <= a <= num_draft_tokens]
+    assert not bad, f"num_accepted {bad[:3]} outside 0..{num_draft_tokens}: a bug of the engine"
+    counts = [sum(a >= k for a in accepted) for k in range(1, num_draft_tokens + 1)]
+    assert sum(counts) == sum(accepted), "position counts must add up to the accepted tokens"
+    pooled_ci, per_prompt_ci = _bootstrap(logs)
+    lengths = [_length(log.num_accepted) for log in logs if log.num_accepted]
+    return Acceptance(
+        prompts=len({log.prompt_id for log in logs}),
+        responses=len(logs),
+        rounds=rounds,
+        rounds_cut=dict(Counter(log.cut for log in logs if log.cut is not None)),
+        new_tokens=sum(log.new_tokens for log in logs),
+        acceptance_length_pooled=_length(accepted) if rounds else None,
+        acceptance_length_pooled_ci95=pooled_ci,
+        acceptance_length_per_prompt=sum(lengths) / len(lengths) if lengths else None,
+        acceptance_length_per_prompt_ci95=per_prompt_ci,
+        position_rates=tuple(count / rounds for count in counts) if rounds else (0.0,) * num_draft_tokens,
+        ms_per_round=_ms_per_round(logs, rounds),
+        tokens_per_s=_tokens_per_s(logs),
+    )
+
+
+def require_identity(acceptance_length_pooled: float | None, position_rates: Sequence[float]) -> None:
+    """Refuse numbers in which acceptance length is not 1 + Σ position rates (before a report is written).
+
+    Raises:
+        ValueError: the two disagree by more than rounding.
+    """
+    expected = 1 + math.fsum(position_rates)
+    if acceptance_length_pooled is not None and not math.isclose(
+        acceptance_length_pooled, expected, rel_tol=1e-9
+    ):
+        raise ValueError(
+            f"acceptance length {acceptance_length_pooled} is not 1 + Σ position rates = {expected}"
+        )
+
+
+def _length(num_accepted: Sequence[int]) -> float:
+    return 1 + sum(num_accepted) / len(num_accepted)
+
+
+def _bootstrap(logs: Sequence[RoundLog]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+    """95 % percentile intervals of the pooled and of the per-response mean, resampling whole prompts."""
+    sums: dict[str, list[float]] = {}
+    for log in logs:
+        if log.num_accepted:
+            entry = sums.setdefault(log.prompt_id, [0.0, 0.0, 0.0, 0.0])
+            tokens = sum(log.num_accepted) + len(log.num_accepted)
+            for i, value in enumerate((tokens, len(log.num_accepted), _length(log.num_accepted), 1)):
+                entry[i] += value
+    if len(sums) < 2:
+        return None, None
+    table = np.array(list(sums.values()))
+    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(len(table), size=(BOOTSTRAP_RESAMPLES, len(table)))
+    totals = table[picks].sum(axis=1)
+    pooled, per_prompt = totals[:, 0] / totals[:, 1], totals[:, 2] / totals[:, 3]
+    return _percentiles(pooled), _percentiles(per_prompt)
+
+
+def _percentiles(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _ms_per_round(logs: Sequence[RoundLog], rounds: int) -> dict[str, float]:
+    if not rounds or any(log.decode_s is None for log in logs):
+        return {}
+    stages: Counter[str] = Counter()
+    for log in logs:
+        stages.update(log.stage_s)
+    total_s = sum(log.decode_s or 0.0 for log in logs)
+    return {stage: 1e3 * seconds / rounds for stage, seconds in [*stages.items(), ("total", total_s)]}
+
+
+def _tokens_per_s(logs: Sequence[RoundLog]) -> float | None:
+    if not logs or any(log.decode_s is None for log in logs):
+        return None
+    seconds = sum(log.decode_s or 0.0 for log in logs)
+    return sum(log.new_tokens - 1 for log in logs) / seconds if seconds else None
