@@ -1,0 +1,65 @@
+"""What a row must satisfy before it may enter a shard: the faults that once trained drafters on noise.
+
+Shape legend: T tokens with states, K taps, D hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from .errors import KitError
+from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
+
+
+def check_row(row: Row, header: ShardsHeader) -> None:
+    """Refuse a row whose shapes, ids or hidden states cannot be right.
+
+    Raises:
+        KitError: naming the sample, the tapped layer where it is one, and what is wrong.
+    """
+    num_tokens = len(row.input_ids)
+    if not row.id or num_tokens == 0:
+        raise KitError(f"sample {row.id!r} has {num_tokens} tokens; a row needs an id and at least one token")
+    if tuple(row.hidden_states.shape) != (num_tokens, header.row_width):
+        raise KitError(
+            f"sample {row.id}: hidden states have shape {tuple(row.hidden_states.shape)} but {num_tokens} "
+            f"tokens x {header.num_taps} taps x {header.hidden_size} need {(num_tokens, header.row_width)}; "
+            "short captures (prefix caching) are never padded"
+        )
+    if len(row.loss_mask) != num_tokens:
+        raise KitError(f"sample {row.id}: loss mask has {len(row.loss_mask)} entries for {num_tokens} tokens")
+    lowest, highest = (int(v) for v in row.input_ids.aminmax())
+    if lowest < 0 or max(highest, row.next_token) >= header.vocab_size or row.next_token < NO_NEXT_TOKEN:
+        raise KitError(f"sample {row.id}: token ids outside 0..{header.vocab_size - 1}")
+    taps = row.hidden_states.view(num_tokens, header.num_taps, header.hidden_size)
+    _check_taps(row, taps, header.target_layer_ids)
+
+
+def _check_taps(row: Row, taps_TKD: Tensor, layer_ids: tuple[int, ...]) -> None:
+    lowest_TK, highest_TK = torch.aminmax(taps_TKD, dim=-1)  # NaN in a row makes both NaN
+    finite_TK = lowest_TK.isfinite() & highest_TK.isfinite()
+    zero_TK = (lowest_TK == 0) & (highest_TK == 0)
+    for fault_TK, name in (
+        (~finite_TK, "NaN or infinite"),
+        (zero_TK, "all zero"),
+        (lowest_TK == highest_TK, "constant"),
+    ):
+        if fault_TK.any():
+            token, tap = fault_TK.nonzero()[0].tolist()
+            count = int(fault_TK[:, tap].sum())
+            raise KitError(
+                f"sample {row.id}: tap of layer {layer_ids[tap]} is {name} at token {token} "
+                f"({count} of {len(fault_TK)} tokens); the capture is broken, no drafter can learn from it"
+            )
+    _check_varies(row, taps_TKD, layer_ids)
+
+
+def _check_varies(row: Row, taps_TKD: Tensor, layer_ids: tuple[int, ...]) -> None:
+    """Refuse a tap that is the same at every token, unless every token is the same."""
+    if len(taps_TKD) == 1 or bool((row.input_ids == row.input_ids[0]).all()):
+        return
+    suspects = (taps_TKD[0] == taps_TKD[-1]).all(-1).nonzero().flatten().tolist()
+    for tap in suspects:
+        if bool((taps_TKD[:, tap] == taps_TKD[0, tap]).all()):
+            raise KitError(
+                f"sample {row.id}: tap of layer {layer_ids[tap]} is constant over all {len(taps_TKD)} tokens"
+            )

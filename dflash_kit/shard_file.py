@@ -1,0 +1,201 @@
+"""One Arrow file of a shards folder: growing it with a checksum, and mapping it into torch without a copy."""
+
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from .errors import KitError
+from .shard_format import HEADER_KEY, STORAGE_TYPES, Row, ShardsHeader, arrow_schema, new_hasher, row_checksum
+from .shard_manifest import ShardEntry
+
+# What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
+PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
+class GrowingShard:
+    """An Arrow file under construction: one record batch a row, hashed while it is written."""
+
+    def __init__(self, path: Path, header: ShardsHeader) -> None:
+        self.path = path
+        self.ids: list[str] = []
+        self.lengths: list[int] = []
+        self._header = header
+        self._schema = arrow_schema(header)
+        self._sink = _HashingSink(path.open("wb"), new_hasher(header.checksum))
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written up to now."""
+        return self._sink.num_bytes
+
+    def add(self, row: Row) -> None:
+        """Append a row whose hidden states are in the stored dtype already."""
+        self._writer.write_batch(_to_batch(row, self._header, self._schema))
+        self.ids.append(row.id)
+        self.lengths.append(len(row.input_ids))
+
+    def finish(self, final: Path) -> ShardEntry:
+        """Complete the file, make it durable, and give it its final name."""
+        self._writer.close()
+        self._sink.sync_and_close()
+        os.rename(self.path, final)
+        sync_folder(final.parent)
+        return ShardEntry(
+            file=final.name,
+            rows=len(self.ids),
+            tokens=sum(self.lengths),
+            lengths=self.lengths,
+            ids=self.ids,
+            checksum=f"{self._header.checksum}:{self._sink.hasher.hexdigest()}",
+            bytes=self._sink.num_bytes,
+        )
+
+    def abandon(self) -> None:
+        """Close and delete the unfinished file."""
+        self._sink.file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class _HashingSink:
+    """File object for Arrow that counts and hashes what passes through."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO, hasher: Any) -> None:
+        self.file = file
+        self.hasher = hasher
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.file.write(data)
+        self.hasher.update(data)
+        self.num_bytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        """Arrow closes its sink before we are through with the file: see ``sync_and_close``."""
+
+    def sync_and_close(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+class ShardFile:
+    """A finished Arrow file, memory-mapped: tensors of its rows share the page cache.
+
+    The mapping is private and copy-on-write, so a tensor that is written to never reaches the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the file; ``KitError`` when it is missing or no Arrow file of ours."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._buffer = pa.py_buffer(self._map)
+            self._reader = pa.ipc.open_file(self._buffer)
+            self.header = _header_of(self._reader.schema)
+        except (*PARSE_FAULTS, KitError) as error:
+            raise KitError(
+                f"shard {path} cannot be read: {error}; restore it or extract into a new folder"
+            ) from error
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the file."""
+        return int(self._reader.num_record_batches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(self._map)
+
+    def row(self, index: int) -> tuple[Row, int]:
+        """A row, sharing the file's memory, and its stored checksum.
+
+        Raises:
+            KitError: the bytes are damaged so far that they cannot be parsed.
+        """
+        try:
+            batch = self._reader.get_batch(index)
+            return self._to_row(batch), batch.column("checksum")[0].as_py()
+        except PARSE_FAULTS as error:
+            raise KitError(
+                f"shard {self.path} row {index} is damaged: {error}; restore the file from a copy"
+            ) from error
+
+    def _to_row(self, batch: pa.RecordBatch) -> Row:
+        dtype = STORAGE_TYPES[self.header.dtype][1]
+        states = batch.column("hidden_states").values.values
+        num_tokens = len(batch.column("input_ids").values)
+        mask = np.asarray(batch.column("loss_mask").values.to_numpy(zero_copy_only=False))
+        return Row(
+            id=batch.column("id")[0].as_py(),
+            input_ids=self._view(batch.column("input_ids").values, torch.int32),
+            loss_mask=torch.from_numpy(mask.copy()),
+            hidden_states=self._view(states, dtype).view(num_tokens, self.header.row_width),
+            next_token=batch.column("next_token")[0].as_py(),
+        )
+
+    def _view(self, array: pa.Array, dtype: torch.dtype) -> Tensor:
+        """The array's values as a tensor over the mapping, without a copy."""
+        start = array.buffers()[1].address - self._buffer.address + array.offset * dtype.itemsize
+        if not 0 <= start <= len(self._map) - len(array) * dtype.itemsize:
+            raise ValueError("values outside of the file")
+        return torch.frombuffer(self._map, dtype=dtype, count=len(array), offset=start)
+
+
+def to_stored(row: Row, header: ShardsHeader) -> Row:
+    """The row as it is stored: int32 ids, bool mask, hidden states in the stored dtype, on the CPU."""
+    dtype = STORAGE_TYPES[header.dtype][1]
+    return Row(
+        id=row.id,
+        input_ids=row.input_ids.to("cpu", torch.int32).contiguous(),
+        loss_mask=row.loss_mask.to("cpu", torch.bool).contiguous(),
+        hidden_states=row.hidden_states.to("cpu", dtype).contiguous(),
+        next_token=row.next_token,
+    )
+
+
+def _to_batch(row: Row, header: ShardsHeader, schema: pa.Schema) -> pa.RecordBatch:
+    value_type = STORAGE_TYPES[header.dtype][0]
+    raw = row.hidden_states.view(torch.uint8).numpy()
+    values = pa.Array.from_buffers(value_type, row.hidden_states.numel(), [None, pa.py_buffer(raw)])
+    offsets = pa.array([0, len(row.input_ids)], pa.int32())
+    columns = [
+        pa.array([row.id], pa.string()),
+        pa.ListArray.from_arrays(offsets, pa.array(row.input_ids.numpy())),
+        pa.ListArray.from_arrays(offsets, pa.array(row.loss_mask.numpy())),
+        pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, header.row_width)),
+        pa.array([row.next_token], pa.int32()),
+        pa.array([row_checksum(header.checksum, row)], pa.uint64()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _header_of(schema: pa.Schema) -> ShardsHeader:
+    return ShardsHeader.from_dict(json.loads((schema.metadata or {})[HEADER_KEY]))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,249 @@
+"""What is in a shards folder: the header, the row, the Arrow schema, the manifest and the checksums.
+
+A folder holds ``manifest.jsonl`` and ``shard-NNNNN.arrow``. The manifest's first line is the header, each
+further line is the journal entry of a finished shard or the summary of a run. Reader, writer and
+verification share this module.
+
+The row rule. ``input_ids`` are the tokens that have hidden states: exactly one row of ``hidden_states`` per
+token. The last token that a target says is never fed back to it, so it has no state; it is kept in
+``next_token`` (-1 when the response was given, not generated). ``token_ids`` = ``input_ids`` followed by
+``next_token`` is the whole conversation.
+
+Shape legend: T tokens with states, K taps, D hidden size.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from .errors import KitError
+from .target import TargetSpec
+
+FORMAT_VERSION = 1
+LAYER_ID_CONVENTION = "0-based; the layer's output = hidden_states[id + 1] of transformers"
+MANIFEST_NAME = "manifest.jsonl"
+SHARD_GLOB = "shard-*.arrow"
+INCOMPLETE_SUFFIX = ".incomplete"
+NO_NEXT_TOKEN = -1
+HEADER_KEY = b"dflash_kit.header"
+STORAGE_TYPES = {"bfloat16": (pa.uint16(), torch.bfloat16), "float32": (pa.float32(), torch.float32)}
+# Fields that say where the target was read from; a moved folder is still the same target.
+PLACE_FIELDS = {"target_name"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardsHeader:
+    """Everything that has to agree between the shards, the target and whoever reads them."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file format."""
+    target_name: str
+    """Folder or hub id of the target, as it was given."""
+    target_revision: str | None
+    """Hub revision, None for a folder."""
+    config_hash: str
+    """Hash of the target's configuration."""
+    tokenizer_hash: str | None
+    """Hash of the tokenizer's vocabulary and rules."""
+    template_hash: str | None
+    """Hash of the chat template, None when the tokenizer has none."""
+    vocab_size: int
+    """Rows of the target's embedding."""
+    hidden_size: int
+    """D: width of one tap."""
+    target_layer_ids: tuple[int, ...]
+    """Tapped layers, in the order in which their outputs are concatenated."""
+    layer_id_convention: str = LAYER_ID_CONVENTION
+    """What a layer id means, spelt out."""
+    num_taps: int
+    """K: number of taps."""
+    dtype: str = "bfloat16"
+    """Stored type of the hidden states: bfloat16 (as bits) or float32."""
+    compute_dtype: str
+    """Type in which the target computed them."""
+    engine: str
+    """What ran the target: vllm or transformers."""
+    engine_version: str
+    """Version of that engine."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """How responses were sampled (temperature 0 = greedy), and the seed."""
+    checksum: str = "blake2b_64"
+    """Algorithm of the checksums of rows and files."""
+
+    def __post_init__(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise KitError(
+                f"shards have format version {self.format_version}; this program reads {FORMAT_VERSION}"
+            )
+        if self.dtype not in STORAGE_TYPES:
+            raise KitError(f"shards dtype is {self.dtype!r}; allowed: {', '.join(STORAGE_TYPES)}")
+        if self.num_taps != len(self.target_layer_ids) or not self.target_layer_ids:
+            raise KitError(
+                f"num_taps is {self.num_taps} but target_layer_ids are {list(self.target_layer_ids)}"
+            )
+
+    @classmethod
+    def from_target(cls, spec: TargetSpec, **others: Any) -> "ShardsHeader":
+        """A header for this target; ``others`` are the remaining fields."""
+        layer_ids = tuple(others.pop("target_layer_ids"))
+        return cls(
+            target_name=spec.name,
+            target_revision=spec.revision,
+            config_hash=spec.config_hash,
+            tokenizer_hash=spec.tokenizer_hash,
+            template_hash=spec.template_hash,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            target_layer_ids=layer_ids,
+            num_taps=len(layer_ids),
+            checksum=default_checksum(),
+            **others,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ShardsHeader":
+        """Read a header; ``KitError`` for unknown or missing fields (written by another version)."""
+        known = {f.name for f in fields(cls)}
+        optional = {"format_version", "layer_id_convention", "dtype", "sampling", "checksum"}
+        odd = sorted(set(values) ^ known - (optional - set(values)))
+        if odd:
+            raise KitError(
+                f"shards header has unknown or missing fields {odd}; it was written by another version"
+            )
+        return cls(**{**values, "target_layer_ids": tuple(values["target_layer_ids"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    @property
+    def row_width(self) -> int:
+        """K * D: values per token."""
+        return self.num_taps * self.hidden_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in a shard, metadata left out."""
+        return self.row_width * STORAGE_TYPES[self.dtype][1].itemsize + 5
+
+    def require_compatible(self, other: "ShardsHeader | TargetSpec", what: str = "these shards") -> None:
+        """Refuse shards of another target, or written with other settings.
+
+        Args:
+            other: a target's specification (identity and sizes are compared) or another header (all but its
+                place).
+
+        Raises:
+            KitError: naming the first field that differs, and both values.
+        """
+        if isinstance(other, ShardsHeader):
+            names = [f.name for f in fields(self) if f.name not in PLACE_FIELDS]
+        else:
+            names = ["hidden_size", "vocab_size", "config_hash", "tokenizer_hash", "template_hash"]
+        for name in names:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise KitError(
+                    f"{what}: {name} is {_shown(mine)} in the shards but {_shown(theirs)} here; "
+                    "use the target and settings they were written with, or another folder"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One conversation with its hidden states; see the row rule at the top of this module."""
+
+    id: str
+    """Stable hash of what was asked."""
+    input_ids: Tensor
+    """(T,) int32: tokens that have hidden states."""
+    loss_mask: Tensor
+    """(T,) bool: tokens that the assistant said, the ones to be learnt."""
+    hidden_states: Tensor
+    """(T, K * D), bfloat16 or as the header's dtype says: taps in layer-id order."""
+    next_token: int = NO_NEXT_TOKEN
+    """The token that the target said last (an end token or the one at the length limit); -1: none."""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the target itself said the response (then ``next_token`` is known)."""
+        return self.next_token != NO_NEXT_TOKEN
+
+    def token_ids(self) -> Tensor:
+        """(T,) or (T + 1,) int64: the whole conversation, with ``next_token`` when there is one."""
+        tail = [self.next_token] if self.is_generated else []
+        return torch.cat([self.input_ids.long(), torch.tensor(tail, dtype=torch.int64)])
+
+    def token_mask(self) -> Tensor:
+        """Bool mask over ``token_ids``: what the assistant said, ``next_token`` included."""
+        tail = [True] if self.is_generated else []
+        return torch.cat([self.loss_mask, torch.tensor(tail, dtype=torch.bool)])
+
+
+def arrow_schema(header: ShardsHeader) -> pa.Schema:
+    """Columns of a shard; the header travels in the schema's metadata, too."""
+    value_type = STORAGE_TYPES[header.dtype][0]
+    return pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False),
+            pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+            pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+            pa.field("hidden_states", pa.list_(pa.list_(value_type, header.row_width)), nullable=False),
+            pa.field("next_token", pa.int32(), nullable=False),
+            pa.field("checksum", pa.uint64(), nullable=False),
+        ],
+        metadata={HEADER_KEY: json.dumps(header.to_dict(), sort_keys=True).encode()},
+    )
+
+
+def default_checksum() -> str:
+    """The fastest checksum that is installed (xxhash hashes 10 GB/s, blake2b 1)."""
+    try:
+        import_module("xxhash")
+    except ImportError:
+        return "blake2b_64"
+    return "xxh3_64"
+
+
+def new_hasher(algorithm: str) -> Any:
+    """An object with ``update`` and ``hexdigest`` (16 hex digits)."""
+    if algorithm == "blake2b_64":
+        return hashlib.blake2b(digest_size=8)
+    if algorithm == "xxh3_64":
+        try:
+            factory: Callable[[], Any] = import_module("xxhash").xxh3_64
+        except ImportError as error:
+            raise KitError("these shards carry xxh3_64 checksums; install xxhash to read them") from error
+        return factory()
+    raise KitError(f"checksum algorithm {algorithm!r} is unknown; known: xxh3_64, blake2b_64")
+
+
+def row_checksum(algorithm: str, row: Row) -> int:
+    """Checksum of everything in a row, as stored: ``row.hidden_states`` must be in the stored dtype."""
+    hasher = new_hasher(algorithm)
+    hasher.update(row.id.encode() + b"\0" + str(row.next_token).encode())
+    hasher.update(row.input_ids.contiguous().numpy())
+    hasher.update(row.loss_mask.contiguous().numpy())
+    hasher.update(row.hidden_states.contiguous().view(torch.uint8).numpy())
+    return int(hasher.hexdigest(), 16)
+
+
+def file_checksum(algorithm: str, path: Path) -> str:
+    """``algorithm:hex`` of a whole file."""
+    hasher = new_hasher(algorithm)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            hasher.update(chunk)
+    return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=list)

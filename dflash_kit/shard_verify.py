@@ -1,0 +1,91 @@
+"""Verification of a shards folder: every byte and every row, not just what training happens to read."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import KitError
+from .shard_checks import check_row
+from .shard_file import ShardFile
+from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_checksum, row_checksum
+from .shard_manifest import ShardEntry, read_manifest
+
+
+@dataclass(slots=True)
+class ShardsReport:
+    """What a verification found."""
+
+    shards: int = 0
+    """Shards in the manifest."""
+    rows: int = 0
+    """Rows in them."""
+    tokens: int = 0
+    """Tokens with states."""
+    bytes: int = 0
+    """Size of the shards."""
+    problems: list[str] = field(default_factory=list)
+    """One line for each fault; empty when everything is sound."""
+    notes: list[str] = field(default_factory=list)
+    """Leftovers of a killed run, which the next run mends."""
+
+    @property
+    def ok(self) -> bool:
+        """No problem found."""
+        return not self.problems
+
+
+def verify_shards(folder: str | Path) -> ShardsReport:
+    """Re-read a folder: checksums, counts, lengths, unique ids, and each row's hidden states.
+
+    Returns:
+        The report; faults of single shards are listed in it, not raised.
+
+    Raises:
+        KitError: not a shards folder, or its manifest cannot be read.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest.header is None:
+        raise KitError(f"{folder} has a manifest without a header")
+    report = ShardsReport(shards=len(manifest.shards))
+    seen: set[str] = set()
+    for entry in manifest.shards:
+        report.rows += entry.rows
+        report.tokens += entry.tokens
+        report.bytes += entry.bytes
+        repeated = seen.intersection(entry.ids) or len(set(entry.ids)) != entry.rows
+        if repeated:
+            report.problems.append(f"{entry.file}: repeats ids of other rows")
+        seen.update(entry.ids)
+        try:
+            _verify_shard(folder / entry.file, entry, manifest.header)
+        except KitError as error:
+            report.problems.append(f"{entry.file}: {error}")
+    listed = {entry.file for entry in manifest.shards}
+    report.notes += [
+        f"{p.name}: not in the manifest" for p in sorted(folder.glob(SHARD_GLOB)) if p.name not in listed
+    ]
+    report.notes += [f"{p.name}: unfinished" for p in sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))]
+    return report
+
+
+def _verify_shard(path: Path, entry: ShardEntry, header: ShardsHeader) -> None:
+    shard = ShardFile(path)
+    damaged_rows = []
+    shard.header.require_compatible(header, "its schema")
+    if (shard.num_rows, shard.num_bytes) != (entry.rows, entry.bytes):
+        raise KitError(
+            f"{shard.num_rows} rows and {shard.num_bytes} bytes; "
+            f"the manifest says {entry.rows} and {entry.bytes}"
+        )
+    for index in range(shard.num_rows):
+        row, checksum = shard.row(index)
+        if row.id != entry.ids[index] or len(row.input_ids) != entry.lengths[index]:
+            raise KitError(f"row {index} is {row.id!r} with {len(row.input_ids)} tokens, unlike the manifest")
+        if row_checksum(header.checksum, row) != checksum:
+            damaged_rows.append(row.id)
+        else:
+            check_row(row, header)
+    if damaged_rows:
+        raise KitError(f"checksum wrong for rows {damaged_rows}")
+    if file_checksum(header.checksum, path) != entry.checksum:
+        raise KitError("checksum of the file is wrong, though each row is sound")

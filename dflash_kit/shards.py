@@ -1,0 +1,138 @@
+"""Reading shards: a sequence of rows over memory-mapped Arrow files. The contract's names live here.
+
+Opening a folder reads its manifest and nothing else, however many shards there are; a shard is opened when
+one of its rows is asked for. Each row is checked against its checksum the first time it is read. The row
+rule (which tokens have hidden states, what ``next_token`` is) stands in ``shard_format``.
+"""
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, overload
+
+from .errors import KitError
+from .shard_file import ShardFile
+from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
+from .shard_manifest import ShardEntry, read_manifest
+from .shard_verify import ShardsReport, verify_shards
+from .shard_writer import ShardWriter
+
+__all__ = [
+    "NO_NEXT_TOKEN",
+    "Row",
+    "ShardWriter",
+    "Shards",
+    "ShardsHeader",
+    "ShardsReport",
+    "open_shards",
+    "verify_shards",
+]
+
+MAX_OPEN_FILES = 64
+
+
+class Shards(Sequence[Row]):
+    """Rows of a shards folder, in the order in which they were finished.
+
+    Tensors share the page cache with the file (no copy); they stay valid as long as they are referenced.
+    Instances can be pickled to worker processes, which map the files anew.
+    """
+
+    def __init__(self, folder: str | Path, *, check: bool = True) -> None:
+        """Read the manifest.
+
+        Args:
+            folder: a shards folder.
+            check: compare each row with its checksum the first time it is read.
+
+        Raises:
+            KitError: not a shards folder, or a damaged manifest.
+        """
+        self.folder = Path(folder)
+        self._check = check
+        manifest = read_manifest(self.folder)
+        if manifest.header is None:
+            raise KitError(
+                f"{self.folder} has a manifest without a header; its extraction never began: extract again"
+            )
+        self.header: ShardsHeader = manifest.header
+        self.summary: dict[str, Any] | None = manifest.summary
+        """Summary of the last run that completed, None when none did."""
+        self._entries: list[ShardEntry] = manifest.shards
+        self._ends = list(accumulate(entry.rows for entry in self._entries))
+        self.lengths: list[int] = [length for entry in self._entries for length in entry.lengths]
+        """Tokens with states, per row."""
+        self.ids: list[str] = [row_id for entry in self._entries for row_id in entry.ids]
+        """Row ids."""
+        if len(set(self.ids)) != len(self.ids):
+            raise KitError(f"{self.folder} lists an id twice; run the verification and extract again")
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
+        self._checked: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """A row; ``KitError`` when its shard is missing, of another header, or damaged."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        shard_index = bisect_right(self._ends, position)
+        first = self._ends[shard_index] - self._entries[shard_index].rows
+        file = self._file(shard_index)
+        row, checksum = file.row(position - first)
+        self._verify(row, checksum, position, file.path)
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": OrderedDict(), "_checked": set()}
+
+    def _file(self, shard_index: int) -> ShardFile:
+        """The mapped shard, from a cache of recently used ones."""
+        file = self._files.get(shard_index)
+        if file is None:
+            entry = self._entries[shard_index]
+            file = ShardFile(self.folder / entry.file)
+            file.header.require_compatible(self.header, f"shard {file.path}")
+            if (file.num_rows, file.num_bytes) != (entry.rows, entry.bytes):
+                raise KitError(
+                    f"shard {file.path} does not match the manifest; it was changed after it was written"
+                )
+            self._files[shard_index] = file
+        self._files.move_to_end(shard_index)
+        if len(self._files) > MAX_OPEN_FILES:
+            self._files.popitem(last=False)
+        return file
+
+    def _verify(self, row: Row, checksum: int, position: int, path: Path) -> None:
+        if row.id != self.ids[position] or len(row.input_ids) != self.lengths[position]:
+            raise KitError(
+                f"shard {path} holds row {row.id!r} where the manifest lists {self.ids[position]!r}"
+            )
+        if not self._check or position in self._checked:
+            return
+        if row_checksum(self.header.checksum, row) != checksum:
+            raise KitError(
+                f"shard {path} is damaged: row {row.id} does not match its checksum; "
+                "restore the file or extract again"
+            )
+        self._checked.add(position)
+
+
+def open_shards(folder: str | os.PathLike[str], *, check: bool = True) -> Shards:
+    """Open a shards folder: a sequence of rows with ``.header``, ``.lengths``, ``.ids``; see ``Shards``."""
+    return Shards(Path(folder), check=check)
