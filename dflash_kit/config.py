@@ -1,13 +1,12 @@
 """Configuration of every command: one frozen dataclass a stage, filled from defaults < YAML < command line.
 
-jsonargparse turns the dataclass into flags, help (attribute docstrings) and type checks. Around it this module
-adds what a recipe for several stages needs: YAML sections, and refusals that name the nearest known key.
+jsonargparse turns the dataclass into flags, help (attribute docstrings) and type checks. This module adds
+what a recipe for several stages needs: YAML sections, and refusals that name the nearest known key.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -22,9 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from dflash_kit.errors import KitError
-
-SECTIONS = ("convert", "extract", "train", "eval")
-"""Sections that a recipe may hold; each command reads its own."""
+from dflash_kit.recipe import SECTIONS, nearest, read_section
 
 OWN_FLAGS = ("config", "print_config", "help")
 
@@ -34,7 +31,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, description: str) -> T:
-    """Build the stage's config from `--config FILE.yaml` (repeatable, later files win) and the flags in `argv`.
+    """Build the stage's config from `--config FILE.yaml` (repeatable, the last wins) and the flags in `argv`.
 
     Args:
         stage: name of the stage's section in a recipe, one of `SECTIONS`.
@@ -43,8 +40,8 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
         description: first lines of `--help`.
 
     Raises:
-        KitError: unknown flag or key, a value of the wrong type or range, a missing required value, an unreadable
-            YAML file.
+        KitError: unknown flag or key, a value of the wrong type or range, a missing required value, or
+            an unreadable YAML file.
         SystemExit: after `--help` or `--print_config` (status 0).
     """
     hints = _leaf_hints(cls)
@@ -53,7 +50,7 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
     argv = [arg for arg in argv if arg != "--print_config"]
     files, argv = _split_config_files(argv)
     yaml_args = [
-        arg for file in files for arg in _yaml_args(_read_section(Path(file), stage, cls), hints, stage, file)
+        arg for file in files for arg in _yaml_args(read_section(Path(file), stage), hints, stage, file)
     ]
     parser = _build_parser(stage, cls, description)
     if wants_print:
@@ -75,30 +72,11 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Write the resolved config as flat YAML, which `--config` reads back; the file appears whole or not at all."""
+    """Write the resolved config as flat YAML, which `--config` reads back; the file appears whole."""
     path = Path(path)
     partial = path.with_name(path.name + ".incomplete")
     partial.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
     os.replace(partial, path)
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """The clause that helps after an unknown name: the nearest known one, or all of them if none is near."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 6e-4 as a number (PyYAML follows YAML 1.1, where that is a string)."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
-)
 
 
 def _leaf_hints(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -151,37 +129,6 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
-def _read_section(path: Path, stage: str, cls: type) -> dict[str, Any]:
-    """The stage's mapping in a recipe: its section, or the whole file when that has no sections."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as err:
-        raise KitError(f"cannot read config {path}: {err.strerror}") from err
-    except UnicodeDecodeError as err:
-        raise KitError(f"config {path} is not UTF-8 text") from err
-    except yaml.YAMLError as err:
-        mark = getattr(err, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise KitError(
-            f"config {path}{where} is not valid YAML: {getattr(err, 'problem', None) or err}"
-        ) from err
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise KitError(f"config {path} holds a {type(content).__name__}; it must map keys to values")
-    if not any(name in SECTIONS for name in content):
-        return content
-    for name in content:
-        if name not in SECTIONS:
-            raise KitError(f"unknown section '{name}' in {path}; {nearest(str(name), SECTIONS)}")
-    section = content.get(stage)
-    if section is not None and not isinstance(section, dict):
-        raise KitError(
-            f"section '{stage}' of {path} holds a {type(section).__name__}; it must map keys to values"
-        )
-    return section or {}
-
-
 def _yaml_args(
     values: dict[str, Any], hints: dict[str, Any], stage: str, file: str, prefix: str = ""
 ) -> list[str]:
@@ -202,8 +149,11 @@ def _yaml_args(
             if not isinstance(value, dict):
                 raise KitError(f"key '{name}' in {stage} of {file} must map keys to values, not be {value!r}")
             args += _yaml_args(value, hints, stage, file, prefix=name + ".")
-        elif value is None and not _allows_none(hints[name]):
+        elif value is None and not _parts(hints[name]) & {type(None), Any}:
             raise KitError(f"key '{name}' in {stage} of {file} is empty; expected {_describe(hints[name])}")
+        elif isinstance(value, int | float) and _parts(hints[name]) <= {str, type(None)}:
+            # Turning it into text would lose what was written: 007, 1e3 (a commit, say), yes.
+            raise KitError(f"key '{name}' in {stage} of {file} is text; write it in quotes")
         else:
             args.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     return args
@@ -251,7 +201,6 @@ def _dataclass_parts(cls: type, prefix: str = "", default: Any = None) -> Iterat
 
 def _drop_requirements(parser: ArgumentParser) -> None:
     """Let `--print_config` show a config whose required values are still to be filled in."""
-    parser.required_args.clear()
     for action in parser._actions:
         action.required = False
 
@@ -301,8 +250,9 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-def _allows_none(hint: Any) -> bool:
-    return hint is type(None) or hint is Any or (_is_union(hint) and type(None) in typing.get_args(hint))
+def _parts(hint: Any) -> set[Any]:
+    """Members of a union, or the type itself."""
+    return set(typing.get_args(hint)) if _is_union(hint) else {hint}
 
 
 def _plain(value: Any) -> Any:

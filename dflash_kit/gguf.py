@@ -163,7 +163,7 @@ def _write_model(source: Path, folder: Path) -> None:
 
 
 def _plain_model(quantised: Any) -> Any:
-    """A fresh float32 model with the same weights; `save_pretrained` refuses the one that was read from GGUF."""
+    """A fresh float32 model with the same weights; `save_pretrained` refuses the one read from GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

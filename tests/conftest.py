@@ -33,7 +33,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a model folder: the demo's copy, or one that is converted once for all runs."""
+    """SmolLM2-135M-Instruct as a model folder: the demo's copy, or one converted once for all runs."""
     if (DEMO_MODEL / RECORD_FILE).is_file():
         return DEMO_MODEL
     try:
@@ -45,7 +45,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random target, an untied Qwen3 unless parametrised indirectly: tied, untied, llama, llama-tied."""
+    """A tiny random target, an untied Qwen3 unless parametrised: tied, untied, llama, llama-tied."""
     variant: str = getattr(request, "param", "untied")
     folder = tmp_path_factory.mktemp("tiny-target") / variant
     return make_tiny_target(
