@@ -131,6 +131,29 @@ def best_first(log_probs: Sequence[Sequence[float]], budget: int) -> tuple[list[
     return parents, depths, ranks
 
 
+def path_indices(log_probs: Sequence[Sequence[float]], path: Sequence[int], budget: int) -> list[int]:
+    """Index that each leading piece of a path has in the tree, as far as the path stays inside the tree.
+
+    The tree of budget b contains exactly the pieces with an index below b, for every b up to ``budget``.
+
+    Args:
+        log_probs: as for ``best_first``.
+        path: ranks from the root down; a rank outside the rows leaves the tree.
+        budget: nodes of the largest tree.
+    """
+    parents, depths, ranks = best_first(log_probs, budget)
+    indices: list[int] = []
+    row = 0
+    for i, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
+        # Parents come before their children, so one pass down the list follows the path.
+        if parent == row and depth == len(indices) + 1 and rank == path[depth - 1]:
+            indices.append(i)
+            row = i + 1
+            if len(indices) == len(path):
+                break
+    return indices
+
+
 def ancestor_mask(parents: Tensor) -> Tensor:
     """(n + 1, n + 1) bool: row i may look at itself, its ancestors and the root.
 

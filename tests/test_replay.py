@@ -1,0 +1,173 @@
+"""Replay equals a naive round-by-round simulation, at every budget in one pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kit.acceptance import RoundLog, summarise
+from dflash_kit.drafter import Drafter
+from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.replay import replay, replay_row, response_spans
+from dflash_kit.shards import Row
+from dflash_kit.target import TargetSpec
+from dflash_kit.target_ends import TargetEnds
+from dflash_kit.tree import build_tree, chain_tree
+
+BUDGETS = [1, 2, 5, 16, 64]
+EOS = 258
+
+
+def tiny_drafter(target: Path, *, block_size: int = 8, seed: int = 0) -> tuple[Drafter, TargetEnds]:
+    """A random drafter with one sliding and one full layer, whose window is shorter than the rows."""
+    config = DrafterConfig.from_target(
+        TargetSpec.from_pretrained(target),
+        mask_token_id=259,
+        num_hidden_layers=2,
+        num_sliding_layers=1,
+        sliding_window=max(12, block_size),
+        block_size=block_size,
+        num_taps=2,
+    )
+    torch.manual_seed(seed)
+    drafter = Drafter(config).eval().requires_grad_(False)
+    drafter.norm.weight *= 6  # sharp distributions, as a trained drafter has: trees grow deep as well as wide
+    return drafter, TargetEnds.from_pretrained(target)
+
+
+def draft(drafter: Drafter, ends: TargetEnds, row: Row, anchor: int) -> Tensor:
+    """(M, V) logits of one block, drafted alone and without a cache."""
+    block = torch.tensor([[int(row.token_ids()[anchor])] + [259] * (drafter.config.block_size - 1)])
+    positions = torch.arange(anchor + drafter.config.block_size)[None]
+    with torch.no_grad():
+        hidden = drafter(ends.embed(block), row.hidden_states[None, :anchor], positions)
+    return ends.logits(hidden)[0, 1:]
+
+
+def likely_row(
+    drafter: Drafter, ends: TargetEnds, *, prompt: int, response: int, seed: int, eos: bool
+) -> Row:
+    """A row whose response is often, but not always, what the drafter says: every depth of the tree is met.
+
+    The next tokens are a path of the drafter's own tree at a random node, then a random token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = drafter.config
+    width = config.num_taps * config.hidden_size
+    states = torch.randn(prompt + response, width, generator=generator)
+    tokens = torch.randint(0, 250, (prompt + 1,), generator=generator).tolist()
+    while len(tokens) < prompt + response:
+        partial = Row(
+            id="",
+            input_ids=torch.tensor(tokens),
+            loss_mask=torch.ones(len(tokens)).bool(),
+            hidden_states=states,
+        )
+        tree = build_tree(draft(drafter, ends, partial, len(tokens) - 1), 40)
+        node, path = int(torch.randint(0, 41, (1,), generator=generator)), []
+        while node > 0:
+            path.append(int(tree.tokens[node - 1]))
+            node = int(tree.parents[node - 1])
+        tokens += [*reversed(path), int(torch.randint(0, 250, (1,), generator=generator))]
+    tokens = tokens[: prompt + response]
+    if eos:
+        tokens[-1] = EOS
+    ids = torch.tensor(tokens[:-1], dtype=torch.int32)
+    mask = torch.arange(len(ids)) >= prompt
+    return Row(
+        id=f"row-{seed}",
+        input_ids=ids,
+        loss_mask=mask,
+        hidden_states=states[: len(ids)],
+        next_token=tokens[-1],
+    )
+
+
+def simulate(drafter: Drafter, ends: TargetEnds, row: Row, name: str, budget: int) -> RoundLog:
+    """Rounds as the definition has them: draft, build the tree of this budget, descend while a child fits."""
+    tokens = row.token_ids().tolist()
+    at, rounds, cut = row.token_mask().tolist().index(True), [], None
+    while at + 1 < len(tokens):
+        logits = draft(drafter, ends, row, at)
+        tree = chain_tree(logits) if name == "chain" else build_tree(logits, budget)
+        children = {
+            (int(parent), int(token)): i + 1
+            for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
+        }
+        node, accepted = 0, 0
+        while at + accepted + 1 < len(tokens) and (node, tokens[at + accepted + 1]) in children:
+            node = children[node, tokens[at + accepted + 1]]
+            accepted += 1
+        rounds.append(accepted)
+        at += accepted + 1
+        if at == len(tokens):
+            cut = "eos" if tokens[-1] == EOS else "length"
+    return RoundLog(prompt_id=row.id, num_accepted=tuple(rounds), cut=cut)
+
+
+@pytest.mark.parametrize("block_size", [2, 8, 16])
+def test_equals_a_simulation_round_for_round(tiny_target: Path, block_size: int) -> None:
+    drafter, ends = tiny_drafter(tiny_target, block_size=block_size)
+    seen: set[int] = set()
+    for seed in range(4):
+        row = likely_row(drafter, ends, prompt=5 + seed, response=30 + seed, seed=seed, eos=seed % 2 == 0)
+        found = replay_row(drafter, ends, row, BUDGETS, eos_token_ids=[EOS], anchors_per_chunk=7)
+        assert list(found) == [("chain", block_size - 1), *(("ddtree", b) for b in BUDGETS)]
+        for (name, budget), logs in found.items():
+            assert logs == [simulate(drafter, ends, row, name, budget)], (name, budget)
+            seen.update(logs[0].num_accepted)
+    assert len(seen) >= min(6, block_size)  # the rows met accepted paths of several lengths
+
+
+def test_chunks_and_company_do_not_matter(tiny_target: Path) -> None:
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=6, response=25, seed=9, eos=False)
+    alone = replay_row(drafter, ends, row, BUDGETS, anchors_per_chunk=1)
+    assert replay_row(drafter, ends, row, BUDGETS, anchors_per_chunk=100) == alone
+    for budget in BUDGETS:
+        assert replay_row(drafter, ends, row, [budget])["ddtree", budget] == alone["ddtree", budget]
+    assert replay_row(drafter, ends, row, [])["chain", 7] == alone["chain", 7]
+
+
+def test_ends_by_eos_by_length_and_by_the_given_limit(tiny_target: Path) -> None:
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=6, response=25, seed=3, eos=False)
+    row.input_ids[6 + 11] = EOS  # the twelfth token of the response
+    for limit in (1, 2, 5, 12, 13, None):
+        for log in replay_row(drafter, ends, row, [64], eos_token_ids=[EOS], max_new_tokens=limit).values():
+            assert log[0].new_tokens == min(12, limit or 99)
+            assert log[0].cut in (None, "eos" if limit is None or limit >= 12 else "length")
+    assert replay_row(drafter, ends, row, [64])["ddtree", 64][0].new_tokens == 25
+
+
+def test_every_response_of_a_row_is_replayed(tiny_target: Path) -> None:
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=6, response=25, seed=4, eos=False)
+    row.loss_mask[15:20] = False
+    assert list(response_spans(row.token_mask())) == [(6, 15), (20, 31)]
+    found = replay_row(drafter, ends, row, [16])["ddtree", 16]
+    assert [log.new_tokens for log in found] == [9, 11]
+
+
+def test_summary_over_rows(tiny_target: Path) -> None:
+    drafter, ends = tiny_drafter(tiny_target)
+    rows = [likely_row(drafter, ends, prompt=5, response=20, seed=s, eos=True) for s in range(3)]
+    seen: list[str] = []
+    found = replay(drafter, ends, rows, [4, 64], eos_token_ids=[EOS], on_row=lambda row: seen.append(row.id))
+    assert seen == [row.id for row in rows]
+    for method, result in found.items():
+        logs = [replay_row(drafter, ends, row, [4, 64], eos_token_ids=[EOS])[method][0] for row in rows]
+        assert result == summarise(logs, 7)
+    chain, small, large = (found[m].acceptance_length_pooled for m in found)
+    assert chain is not None
+    assert small is not None
+    assert large is not None
+    assert large > small
+
+
+def test_bad_budget_is_refused(tiny_target: Path) -> None:
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=5, response=6, seed=0, eos=True)
+    with pytest.raises(ValueError, match="at least 1"):
+        replay_row(drafter, ends, row, [0, 4])
