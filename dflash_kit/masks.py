@@ -7,6 +7,7 @@ add: query position - key position < W.
 Shape legend: T packed context tokens, N blocks, B block size, Q = N * B slots.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,13 +87,19 @@ def dense_mask(layout: BlockLayout, *, causal: bool, window: int | None) -> Tens
 
 def flex_mask(layout: BlockLayout, *, causal: bool, window: int | None) -> Any:
     """The same rule as a FlexAttention ``BlockMask`` (built once per batch, for GPUs)."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     num_slots, num_tokens = layout.anchors.numel() * layout.block_size, layout.positions.numel()
     rule = mask_mod(layout, causal=causal, window=window)
-    return create_block_mask(
+    return _create_block_mask(layout.positions.device.type)(
         rule, B=None, H=None, Q_LEN=num_slots, KV_LEN=num_tokens + num_slots, device=layout.positions.device
     )
+
+
+@functools.cache
+def _create_block_mask(device_type: str) -> Callable[..., Any]:
+    """``create_block_mask``, compiled on GPUs: eager, it writes the dense mask first (17 ms instead of under 2)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def single_block_mask(context_positions: Tensor, slot_positions: Tensor, *, causal: bool, window: int | None) -> Tensor:
