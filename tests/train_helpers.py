@@ -1,0 +1,96 @@
+"""Tiny shards for the training tests: a target that says a fixed successor of every token, so that it can be learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_kit.shards import Row, ShardsHeader, ShardWriter
+from dflash_kit.target import TargetSpec
+
+NUM_SAID = 60
+"""Distinct tokens in use."""
+
+
+def make_shards(
+    folder: Path,
+    target: Path,
+    *,
+    num_rows: int = 24,
+    response_tokens: int = 24,
+    num_taps: int = 2,
+    seed: int = 0,
+    prefix: str = "row",
+    dtype: str = "bfloat16",
+) -> Path:
+    """Write shards whose responses follow one permutation of tokens and whose taps tell the token.
+
+    Args:
+        folder: new folder.
+        target: model folder that the header names.
+        num_rows: conversations.
+        response_tokens: longest response; the shortest has two thirds of it.
+        num_taps: K.
+        seed: of everything.
+        prefix: of the ids.
+        dtype: stored dtype of the taps.
+    """
+    spec = TargetSpec.from_pretrained(target)
+    header = ShardsHeader.from_target(
+        spec,
+        target_layer_ids=list(range(1, num_taps + 1)),
+        compute_dtype="float32",
+        engine="test",
+        engine_version="0",
+        sampling={"temperature": 0.0},
+        dtype=dtype,
+    )
+    rules = torch.Generator().manual_seed(1234)
+    successor = torch.randperm(NUM_SAID, generator=rules)
+    table = torch.randn(NUM_SAID, header.row_width, generator=rules)
+    draws = torch.Generator().manual_seed(seed)
+    with ShardWriter(folder, header) as writer:
+        for number in range(num_rows):
+            tokens = torch.randint(0, NUM_SAID, (4,), generator=draws).tolist()
+            length = int(torch.randint(response_tokens * 2 // 3, response_tokens + 1, (1,), generator=draws))
+            for _ in range(length):
+                tokens.append(int(successor[tokens[-1]]))
+            said = torch.tensor(tokens)
+            states = table[said[:-1]] + 0.01 * torch.randn(len(said) - 1, header.row_width, generator=draws)
+            writer.add(
+                Row(
+                    id=f"{prefix}-{number}",
+                    input_ids=said[:-1].to(torch.int32),
+                    loss_mask=torch.arange(len(said) - 1) >= 4,
+                    hidden_states=states.to(getattr(torch, dtype)),
+                    next_token=int(said[-1]),
+                )
+            )
+    return folder
+
+
+def small_run(shards: Path, out: Path, **changes: Any) -> list[str]:
+    """Arguments of a run of a second or two; ``changes`` are dotted settings with ``__`` for the dot."""
+    settings: dict[str, Any] = {
+        "shards": shards,
+        "out": out,
+        "drafter.num_hidden_layers": 2,
+        "drafter.num_sliding_layers": 1,
+        "drafter.sliding_window": 16,
+        "drafter.block_size": 4,
+        "data.seq_len": 64,
+        "data.anchors": 12,
+        "data.rows_per_step": 2,
+        "data.holdout_fraction": 0.1,
+        "optim.max_steps": 12,
+        "optim.lr": 2e-3,
+        "replay.max_rows": 3,
+        "replay.every_steps": 6,
+        "replay.budgets": "[4]",
+        "save_every_steps": 4,
+        "log_every_steps": 1,
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]

@@ -1,0 +1,68 @@
+"""Builds the moving parts of a run, or says what they would be."""
+
+import torch
+
+from dflash_kit.config import save_config
+from dflash_kit.drafter import Drafter
+from dflash_kit.errors import require_free_bytes
+from dflash_kit.target_ends import TargetEnds
+
+from .estimate import drafter_shape_bytes
+from .feed import Feed
+from .job import Job
+from .loop import Trainer, make_optimizer
+from .parallel import Parallel
+from .state import Counters, RunFolder
+from .validation import Validation
+
+
+def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
+    """Load the target's ends, initialise the drafter, hand both to accelerate; all processes call it.
+
+    Raises:
+        KitError: the state folder belongs to another run, the target lacks its head, or the disk is too full.
+    """
+
+    def begin() -> None:
+        folder.begin(job.fingerprint())
+        save_config(job.config, folder.state / "train.yaml")
+        need = drafter_shape_bytes(job.drafter)
+        if not folder.steps():
+            require_free_bytes(folder.state, need.state_on_disk * (job.config.keep_last + 1), "trainer state")
+
+    parallel.on_main(begin)
+    config, device = job.config, parallel.device
+    on_gpu = device.type == "cuda"
+    ends = TargetEnds.from_pretrained(
+        job.spec.name, dtype=parallel.compute_dtype, device=device, revision=job.spec.revision
+    )
+    torch.manual_seed(config.seed)
+    drafter = Drafter(job.drafter).to(device)
+    optimizer = make_optimizer(drafter, job, device)
+    model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
+    model.train()
+    feed = Feed(
+        job.plan,
+        job.packer,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        last_row=job.last_row,
+        prefetch=config.data.prefetch,
+        fixed_shapes=on_gpu,
+        pin=on_gpu,
+    )
+    validation = None
+    if job.eval_rows:
+        validation = Validation(job.eval_shards, job.eval_rows, ends, config.replay.budgets, job.spec.eos_token_ids)
+    return Trainer(
+        job=job,
+        parallel=parallel,
+        ends=ends,
+        drafter=drafter,
+        model=model,
+        optimizer=wrapped,
+        feed=feed,
+        validation=validation,
+        folder=folder,
+        counters=Counters(),
+    )

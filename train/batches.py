@@ -1,0 +1,205 @@
+"""Packed rows: conversations of the shards laid end to end, with the anchors, labels and weights of their blocks.
+
+Everything that the loss needs but the model is decided here, on the CPU and from the row alone: which slots count,
+what they should say and how much they weigh. So the global normalisation is known before the first forward pass.
+
+Shape legend: T tokens of a packed row, K taps, D hidden size, N blocks, B block size, M slots with a weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dflash_kit.masks import BlockLayout
+from dflash_kit.shards import Row, Shards
+
+from .anchors import draw_anchors, row_generator
+from .losses import decay_weights
+from .packing import PackedIndex
+
+NOISE_STREAM = 2
+STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRow:
+    """One forward pass: a packed row and its blocks."""
+
+    index: PackedIndex
+    ids: tuple[str, ...]
+    """Ids of the conversations, for messages."""
+    token_ids: Tensor
+    """(T,) int64; 0 in the unfilled tail."""
+    features: Tensor
+    """(T, K * D) taps, zero where a token has no state (the last one said) and in the tail."""
+    layout: BlockLayout
+    """Positions, documents (-1 in the tail), anchors and which blocks are used."""
+    slots: Tensor
+    """(M,) int64, ascending: flat indices block * B + slot of the slots with a weight above 0."""
+    labels: Tensor
+    """(M,) int64: slot k of a block says the token at anchor + k."""
+    weights: Tensor
+    """(M,) float32: the decayed weight of each slot."""
+    num_cut_tokens: int
+    """Tokens of conversations that did not fit into a packed row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens."""
+        return int((self.layout.documents >= 0).sum())
+
+    @property
+    def depths(self) -> Tensor:
+        """(M,) int64: k of each weighted slot, 1 … B - 1."""
+        return self.slots % self.layout.block_size
+
+    def trimmed(self) -> "PackedRow":
+        """The same without the unfilled tail and the unused blocks (at least one of each stays).
+
+        Used ones come first in both, so nothing moves. For the CPU; GPUs want fixed shapes.
+        """
+        layout = self.layout
+        tokens, blocks = max(self.num_tokens, 1), max(int(layout.used.sum()), 1)
+        return replace(
+            self,
+            token_ids=self.token_ids[:tokens],
+            features=self.features[:tokens],
+            layout=BlockLayout(
+                layout.positions[:tokens],
+                layout.documents[:tokens],
+                layout.anchors[:blocks],
+                layout.used[:blocks],
+                layout.block_size,
+            ),
+        )
+
+    def to(self, device: torch.device, feature_dtype: torch.dtype) -> "PackedRow":
+        """Copy to a device; features also to the dtype that the drafter computes in."""
+        layout = self.layout
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            token_ids=move(self.token_ids),
+            features=move(self.features).to(feature_dtype),
+            layout=BlockLayout(
+                move(layout.positions),
+                move(layout.documents),
+                move(layout.anchors),
+                move(layout.used),
+                layout.block_size,
+            ),
+            slots=move(self.slots),
+            labels=move(self.labels),
+            weights=move(self.weights),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPacker:
+    """Builds packed rows from the shards; safe to call from another thread."""
+
+    shards: Shards
+    row_indices: Sequence[int]
+    """Rows of the shards to train on; members of a ``PackedIndex`` count in this list."""
+    seq_len: int
+    """T"""
+    num_anchors: int
+    """N"""
+    block_size: int
+    """B"""
+    gamma: float
+    """Decay of the slot weights."""
+    seed: int
+    feature_noise: float = 0.0
+    """Standard deviation of the noise on the taps, as a share of each tap's own root mean square."""
+
+    def __call__(self, index: PackedIndex) -> PackedRow:
+        """Read, lay out and weigh one packed row.
+
+        Raises:
+            KitError: a shard of it is unreadable or damaged.
+        """
+        rows = [self.shards[self.row_indices[i]] for i in index.members]
+        token_ids, supervised, features, positions, documents, num_cut = self._lay_out(rows)
+        if self.feature_noise:
+            self._add_noise(features, index)
+        anchors, used = draw_anchors(
+            documents, supervised, self.num_anchors, seed=self.seed, epoch=index.epoch, row=index.row
+        )
+        layout = BlockLayout(positions, documents, anchors, used, self.block_size)
+        slots, labels, weights = weigh_slots(layout, token_ids, supervised, self.gamma)
+        return PackedRow(
+            index=index,
+            ids=tuple(row.id for row in rows),
+            token_ids=token_ids,
+            features=features,
+            layout=layout,
+            slots=slots,
+            labels=labels,
+            weights=weights,
+            num_cut_tokens=num_cut,
+        )
+
+    def _lay_out(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        header = self.shards.header
+        dtype = STORAGE_DTYPES[header.dtype]
+        token_ids = torch.zeros(self.seq_len, dtype=torch.int64)
+        supervised = torch.zeros(self.seq_len, dtype=torch.bool)
+        features = torch.zeros(self.seq_len, header.row_width, dtype=dtype)
+        positions = torch.zeros(self.seq_len, dtype=torch.int64)
+        documents = torch.full((self.seq_len,), -1, dtype=torch.int64)
+        start = num_cut = 0
+        for document, row in enumerate(rows):
+            tokens = row.token_ids()
+            length = min(len(tokens), self.seq_len - start)
+            num_cut += len(tokens) - length
+            span = slice(start, start + length)
+            token_ids[span] = tokens[:length]
+            supervised[span] = row.token_mask()[:length]
+            states = row.hidden_states[:length]
+            features[start : start + len(states)] = states
+            positions[span] = torch.arange(length)
+            documents[span] = document
+            start += length
+        return token_ids, supervised, features, positions, documents, num_cut
+
+    def _add_noise(self, features: Tensor, index: PackedIndex) -> None:
+        """Gaussian noise that depends on nothing but (seed, epoch, row)."""
+        seed = int(row_generator(self.seed, index.epoch, index.row, NOISE_STREAM).integers(2**62))
+        noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(seed))
+        taps = features.float().unflatten(-1, (self.shards.header.num_taps, -1))
+        scale = taps.square().mean(-1, keepdim=True).sqrt() * self.feature_noise
+        features += (noise.view_as(taps) * scale).flatten(-2).to(features.dtype)
+
+
+def packed_length(num_state_tokens: int) -> int:
+    """Places that a row takes at most in a packed row: the last said token has no state but is learnt."""
+    return num_state_tokens + 1
+
+
+def weigh_slots(
+    layout: BlockLayout, token_ids: Tensor, supervised: Tensor, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels and weights of the slots that count.
+
+    Slot k of a block says the token at anchor + k: the same place, no shift. It counts while every token from the
+    anchor's successor up to its own is supervised and of the anchor's document (decoding would have stopped
+    otherwise).
+
+    Returns:
+        slots (M,) int64 flat indices, labels (M,) int64, weights (M,) float32.
+    """
+    offsets = torch.arange(1, layout.block_size)
+    places = layout.anchors[:, None] + offsets
+    inside = places < len(token_ids)
+    places = places.clamp(max=len(token_ids) - 1)
+    same = layout.documents[places] == layout.documents[layout.anchors][:, None]
+    counts = (inside & same & supervised[places] & layout.used[:, None]).long().cumprod(1).bool()
+    slots = (torch.arange(len(layout.anchors))[:, None] * layout.block_size + offsets)[counts]
+    weights = decay_weights(layout.block_size, gamma).expand(len(layout.anchors), -1)[counts]
+    return slots, token_ids[places[counts]], weights

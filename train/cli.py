@@ -1,0 +1,76 @@
+"""The training command: ``python train/run.py``, ``accelerate launch train/run.py`` or ``dflash-train``."""
+
+import logging
+import os
+import sys
+import warnings
+
+import torch
+
+from dflash_kit.config import parse_config
+
+from .settings import (
+    DataSettings,
+    DrafterSettings,
+    LossSettings,
+    OptimSettings,
+    ReplaySettings,
+    TrainConfig,
+)
+
+__all__ = [
+    "DataSettings",
+    "DrafterSettings",
+    "LossSettings",
+    "OptimSettings",
+    "ReplaySettings",
+    "TrainConfig",
+    "main",
+]
+
+DESCRIPTION = "Train a DFlash drafter from shards. Run again after an interruption, the same command goes on."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, build and train; returns the exit status."""
+    config = parse_config("train", TrainConfig, argv, description=DESCRIPTION)
+    _quieten()
+    # Imported late: --help and refused flags need neither accelerate nor DeepSpeed.
+    from .assemble import assemble
+    from .estimate import plan_lines
+    from .job import prepare
+    from .loop import resume, train
+    from .parallel import Parallel
+    from .state import RunFolder
+
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    job = prepare(config)
+    folder = RunFolder(config.out)
+    if folder.is_finished(job.fingerprint()) and not config.dry_run:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{folder.out} is finished already; nothing to do")
+        return 0
+    parallel = Parallel(
+        rows_per_step=config.data.rows_per_step, clip=config.optim.clip, compute_dtype=config.compute_dtype
+    )
+    try:
+        if parallel.is_main:
+            bf16 = parallel.compute_dtype == torch.bfloat16
+            for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):
+                print(line)
+            print(f"running      {parallel.description}", flush=True)
+        if config.dry_run:
+            return 0
+        trainer = assemble(job, parallel, folder)
+        resume(trainer)
+        return train(trainer, sys.argv if argv is None else argv)
+    finally:
+        parallel.close()
+
+
+def _quieten() -> None:
+    """DeepSpeed and accelerate chat on stdout; errors still come through."""
+    for name in ("DeepSpeed", "accelerate", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,62 @@
+"""Reads the packed rows of coming steps while the current one is computed."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from .batches import PackedRow, RowPacker
+from .packing import PackingPlan
+
+
+class Feed:
+    """The packed rows of each step, for one process, read ahead by a thread.
+
+    Args:
+        plan: which rows belong to which step.
+        packer: builds them.
+        rank: of this process.
+        world_size: number of processes.
+        last_row: packed rows of the whole run, None without an end.
+        prefetch: steps to read ahead.
+        fixed_shapes: keep unfilled tails and unused blocks (GPUs), or trim them (CPU).
+        pin: put tensors into pinned memory, for asynchronous copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        plan: PackingPlan,
+        packer: RowPacker,
+        *,
+        rank: int,
+        world_size: int,
+        last_row: int | None,
+        prefetch: int,
+        fixed_shapes: bool,
+        pin: bool,
+    ) -> None:
+        self._plan, self._packer = plan, packer
+        self._rank, self._world_size, self._last_row = rank, world_size, last_row
+        self._prefetch, self._fixed_shapes, self._pin = prefetch, fixed_shapes, pin
+
+    def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]]"]:
+        """One future for each step from ``first`` to ``end`` (exclusive); a failed read raises from its result."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as pool:
+            ahead: list[Future[list[PackedRow]]] = []
+            coming = iter(range(first, end))
+            try:
+                for _ in range(first, end):
+                    while len(ahead) < self._prefetch + 1 and (step := next(coming, None)) is not None:
+                        ahead.append(pool.submit(self._read, step))
+                    yield ahead.pop(0)
+            finally:
+                for future in ahead:
+                    future.cancel()
+
+    def _read(self, step: int) -> list[PackedRow]:
+        indices = self._plan.step(step, self._rank, self._world_size, last_row=self._last_row)
+        rows = [self._packer(index) for index in indices]
+        if not self._fixed_shapes:
+            rows = [row.trimmed() for row in rows]
+        if self._pin:  # only the tensor that is large; the others are copied in no time
+            rows = [replace(row, features=row.features.pin_memory()) for row in rows]
+        return rows

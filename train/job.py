@@ -1,0 +1,185 @@
+"""From a configuration to everything that a run needs, refusing what does not fit; reads no hidden states."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.errors import KitError
+from dflash_kit.shards import Shards, ShardsHeader, open_shards
+from dflash_kit.target import TargetSpec, choose_mask_token_id, load_tokenizer
+
+from .batches import RowPacker, packed_length
+from .losses import Objective
+from .packing import PackingPlan
+from .settings import TrainConfig
+from .validation import hold_out
+
+FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
+"""Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
+FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A training run, ready to begin."""
+
+    config: TrainConfig
+    spec: TargetSpec
+    drafter: DrafterConfig
+    shards: Shards
+    train_rows: tuple[int, ...]
+    """Indices of the shards' rows to train on."""
+    eval_shards: Shards
+    eval_rows: tuple[int, ...]
+    """Indices of the rows of ``eval_shards`` to replay."""
+    plan: PackingPlan
+    max_steps: int
+    last_row: int | None
+    """Packed rows of the whole run; None where max_steps ends it."""
+    num_long_rows: int
+    """Rows longer than a packed row, which will be cut."""
+
+    @property
+    def objective(self) -> Objective:
+        """The loss."""
+        return Objective(kind=self.config.loss.kind, alpha=self.config.loss.dpace_alpha)
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the slot weights."""
+        return self.config.loss.gamma_of(self.drafter.block_size)
+
+    @property
+    def packer(self) -> RowPacker:
+        """Builds the packed rows."""
+        data = self.config.data
+        return RowPacker(
+            shards=self.shards,
+            row_indices=self.train_rows,
+            seq_len=data.seq_len,
+            num_anchors=data.anchors,
+            block_size=self.drafter.block_size,
+            gamma=self.gamma,
+            seed=self.config.seed,
+            feature_noise=data.feature_noise,
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that began."""
+        settings = {k: v for k, v in asdict(self.config).items() if k not in FREE_TO_CHANGE}
+        header = self.shards.header.to_dict()
+        header.pop("target_name")
+        return {
+            "drafter_config": self.drafter.to_dict(),
+            "shards_header": header,
+            "train_rows": len(self.train_rows),
+            "train_rows_digest": _digest([self.shards.ids[i] for i in self.train_rows]),
+            "eval_rows": len(self.eval_rows),
+            "eval_rows_digest": _digest([self.eval_shards.ids[i] for i in self.eval_rows]),
+            "max_steps": self.max_steps,
+            "settings": settings,
+        }
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Open the shards, read the target's configuration, choose the drafter's shape and plan the steps.
+
+    Raises:
+        KitError: shards that cannot be read, are empty or of another target, or settings that do not fit.
+    """
+    shards = open_shards(config.shards)
+    header = shards.header
+    spec = _target_of(config, header)
+    header.require_compatible(spec, f"shards {config.shards}")
+    drafter = _drafter_config(config, spec, header)
+    train_rows, eval_shards, eval_rows = _split(config, shards)
+    data = config.data
+    lengths = [packed_length(shards.lengths[i]) for i in train_rows]
+    plan = PackingPlan(lengths, seq_len=data.seq_len, rows_per_step=data.rows_per_step, seed=config.seed)
+    endless = config.optim.max_steps is not None
+    return Job(
+        config=config,
+        spec=spec,
+        drafter=drafter,
+        shards=shards,
+        train_rows=tuple(train_rows),
+        eval_shards=eval_shards,
+        eval_rows=tuple(eval_rows),
+        plan=plan,
+        max_steps=config.optim.max_steps or plan.num_steps(config.optim.epochs),
+        last_row=None if endless else plan.num_rows(config.optim.epochs),
+        num_long_rows=sum(length > data.seq_len for length in lengths),
+    )
+
+
+def _target_of(config: TrainConfig, header: ShardsHeader) -> TargetSpec:
+    if config.target is not None:
+        return TargetSpec.from_pretrained(config.target)
+    try:
+        return TargetSpec.from_pretrained(header.target_name, header.target_revision)
+    except KitError as error:
+        raise KitError(f"{error}; the shards name it, give --target if it has moved") from error
+
+
+def _drafter_config(config: TrainConfig, spec: TargetSpec, header: ShardsHeader) -> DrafterConfig:
+    wanted = config.drafter
+    mask_token_id = wanted.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = choose_mask_token_id(spec, load_tokenizer(spec.name, spec.revision))
+    return DrafterConfig.from_target(
+        spec,
+        mask_token_id=mask_token_id,
+        num_hidden_layers=wanted.num_hidden_layers,
+        num_sliding_layers=wanted.num_sliding_layers,
+        sliding_window=wanted.sliding_window,
+        sliding_causal=wanted.sliding_causal,
+        full_causal=wanted.full_causal,
+        block_size=wanted.block_size,
+        target_layer_ids=header.target_layer_ids,
+        intermediate_size=wanted.intermediate_size,
+    )
+
+
+def _split(config: TrainConfig, shards: Shards) -> tuple[list[int], Shards, list[int]]:
+    if len(shards) == 0:
+        raise KitError(f"shards {config.shards} hold no rows; extract some first")
+    max_rows = config.replay.max_rows
+    if config.eval_shards is not None:
+        if os.path.realpath(config.eval_shards) == os.path.realpath(config.shards):
+            raise KitError(
+                f"eval_shards is the training shards {config.shards}; name other shards or leave it out, "
+                "then data.holdout_fraction holds rows out"
+            )
+        eval_shards = open_shards(config.eval_shards)
+        _require_same_kind(config, shards.header, eval_shards.header)
+        both = set(shards.ids) & set(eval_shards.ids)
+        if both:
+            raise KitError(
+                f"{len(both)} rows of eval_shards {config.eval_shards} are also in {config.shards} "
+                f"(for instance {min(both)}); replay needs rows that are not trained on"
+            )
+        return list(range(len(shards))), eval_shards, hold_out(eval_shards.ids, 1.0)[1][:max_rows]
+    fraction = config.data.holdout_fraction if max_rows else 0.0
+    train_rows, held = hold_out(shards.ids, fraction)
+    return train_rows, shards, held[:max_rows]
+
+
+def _require_same_kind(config: TrainConfig, header: ShardsHeader, other: ShardsHeader) -> None:
+    """Replay rows may be sampled by another engine or otherwise, but their taps must mean the same."""
+    for name in ("config_hash", "tokenizer_hash", "target_layer_ids", "hidden_size", "vocab_size"):
+        mine, theirs = getattr(header, name), getattr(other, name)
+        if mine != theirs:
+            raise KitError(
+                f"eval_shards {config.eval_shards} have {name} {theirs!r} but {config.shards} have {mine!r}; "
+                "extract them with the same target and taps"
+            )
+
+
+def _digest(ids: Sequence[str]) -> str:
+    hasher = hashlib.blake2b(digest_size=8)
+    for row_id in ids:
+        hasher.update(row_id.encode() + b"\0")
+    return hasher.hexdigest()

@@ -1,0 +1,306 @@
+"""The training loop: read ``train`` from top to bottom, then ``train_step``.
+
+Every process runs the same steps. What one of them finds out alone (a damaged shard, a request to stop) travels with
+the sums that are exchanged anyway, so that they always stop together.
+"""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError
+from dflash_kit.target_ends import TargetEnds
+
+from .batches import PackedRow
+from .feed import Feed
+from .job import Job
+from .losses import slot_cross_entropy
+from .outcome import finish, record_replay, save
+from .parallel import Parallel
+from .progress import Meter, Reporter, step_line
+from .schedule import learning_rate
+from .state import Counters, RunFolder, load_state
+from .stopping import StopRequest
+from .validation import Validation
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainer:
+    """The moving parts of a run."""
+
+    job: Job
+    parallel: Parallel
+    ends: TargetEnds
+    drafter: Drafter
+    """The bare drafter; ``model`` is what accelerate made of it."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    validation: Validation | None
+    folder: RunFolder
+    counters: Counters
+
+    @property
+    def flex(self) -> bool:
+        """FlexAttention on GPUs; on CPUs it has no backward pass."""
+        return self.parallel.device.type == "cuda"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """Sums of one step over all processes."""
+
+    loss_sum: float
+    weight_sum: float
+    correct: list[float]
+    """Hits of slots 1 … B - 1."""
+    counted: list[float]
+    """Trials of slots 1 … B - 1."""
+    tokens: int
+    cut_tokens: int
+    grad_norm: float | None
+    """None where the step had nothing to learn from."""
+    applied: bool
+    """False where the step was skipped: a non-finite loss or gradient, or no supervised token."""
+    stop_asked: bool
+
+
+def train(trainer: Trainer, argv: list[str] | None) -> int:
+    """Train to the end, or to a SIGTERM; returns the exit status.
+
+    Raises:
+        KitError: too many bad steps in a row, a damaged shard, a full disk.
+    """
+    job, config, parallel = trainer.job, trainer.job.config, trainer.parallel
+    counters = trainer.counters
+    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
+    meter = Meter(job.drafter.num_draft_tokens)
+    with reporter, StopRequest() as stop:
+        for future in trainer.feed.steps(counters.step, job.max_steps):
+            t0 = time.perf_counter()
+            rows, error = _take(future)
+            meter.data_wait_s += time.perf_counter() - t0
+            lr = rate_at(job, counters.step)
+            result = train_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
+            _count(counters, result)
+            _measure(meter, result)
+            reporter.advance(counters.step, result.loss_sum / max(result.weight_sum, 1e-9))
+            last = counters.step == job.max_steps
+            if last or counters.step % config.log_every_steps == 0:
+                _log(trainer, reporter, meter, lr, result)
+            _give_up_when_hopeless(trainer, rows)
+            every = config.replay.every_steps
+            with meter.paused():
+                if last or (every and counters.step % every == 0):
+                    record_replay(trainer, reporter, argv)
+                if last or result.stop_asked or counters.step % config.save_every_steps == 0:
+                    save(trainer, argv)
+            if result.stop_asked and not last:
+                reporter.say(f"stopped at step {counters.step} as asked; the same command goes on from there")
+                return 0
+        finish(trainer, reporter, argv)
+    return 0
+
+
+def train_step(
+    trainer: Trainer, rows: list[PackedRow], lr: float, *, error: KitError | None = None, stop_asked: bool = False
+) -> StepResult:
+    """One optimizer step over the packed rows of all processes, normalised by their global weight.
+
+    Args:
+        trainer: the run.
+        rows: this process's packed rows, one per micro-step.
+        lr: learning rate of the step.
+        error: what went wrong when they were read.
+        stop_asked: whether this process was asked to stop.
+
+    Raises:
+        KitError: ``error``, here or in another process.
+    """
+    parallel, objective = trainer.parallel, trainer.job.objective
+    local_weight = sum(float(objective.denominator(row.weights)) for row in rows)
+    weight_sum, num_errors, stops = parallel.sum([local_weight, float(error is not None), float(stop_asked)])
+    if error is not None:
+        raise error
+    if num_errors:
+        raise KitError("another process could not read its rows; see its message")
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = lr
+    sums = _Sums(trainer.job.drafter.num_draft_tokens)
+    grad_norm, applied = None, False
+    if weight_sum > 0:
+        # Backends average over processes and accelerate over micro-steps; the weighted sum is wanted.
+        scale = parallel.world_size * parallel.num_micro_steps / weight_sum
+        for i, row in enumerate(rows):
+            with parallel.accumulate(trainer.model, last=i == len(rows) - 1):
+                numerator = forward_loss(trainer, row, sums)
+                parallel.accelerator.backward(numerator * scale)
+        grad_norm, applied = _apply(trainer)
+    sums.tokens = sum(row.num_tokens for row in rows)
+    sums.cut_tokens = sum(row.num_cut_tokens for row in rows)
+    return sums.result(parallel, weight_sum, grad_norm=grad_norm, applied=applied, stop_asked=stops > 0)
+
+
+def forward_loss(trainer: Trainer, row: PackedRow, sums: "_Sums") -> torch.Tensor:
+    """Weighted sum of one packed row's slot losses."""
+    job, ends = trainer.job, trainer.ends
+    row = row.to(trainer.parallel.device, ends.head.dtype)
+    layout = row.layout
+    hidden = trainer.model(
+        noise_embeddings(row, ends, job.drafter.mask_token_id),
+        row.features[None],
+        torch.cat([layout.positions, layout.slot_positions])[None],
+        trainer.drafter.layer_masks(layout, flex=trainer.flex),
+    )
+    losses, correct = slot_cross_entropy(hidden[0, row.slots], ends, row.labels)
+    numerator = job.objective.numerator(losses, row.weights, row.slots, layout.block_size)
+    sums.add(numerator.detach(), correct, row.depths)
+    return numerator
+
+
+def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> torch.Tensor:
+    """(1, N * B, D): the anchor's embedding in slot 0 of each block, the mask's in the others."""
+    anchors = row.layout.anchors
+    ids = torch.full((len(anchors), row.layout.block_size), mask_token_id, device=anchors.device)
+    ids[:, 0] = row.token_ids[anchors]
+    return ends.embed(ids.flatten())[None]
+
+
+def rate_at(job: Job, step: int) -> float:
+    """Learning rate of a step."""
+    optim = job.config.optim
+    return learning_rate(
+        step,
+        max_steps=job.max_steps,
+        peak=optim.lr,
+        warmup_fraction=optim.warmup_fraction,
+        final_fraction=optim.final_fraction,
+    )
+
+
+def make_optimizer(drafter: Drafter, job: Job, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; norms are not decayed."""
+    optim = job.config.optim
+    matrices = [p for p in drafter.parameters() if p.ndim > 1]
+    norms = [p for p in drafter.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+
+
+def resume(trainer: Trainer) -> None:
+    """Go on from the latest saved state, if there is one; all processes call it."""
+    steps = trainer.parallel.on_main(trainer.folder.steps)
+    if not steps:
+        return
+    state = load_state(trainer.folder, steps[-1], trainer.parallel, trainer.drafter, trainer.optimizer)
+    trainer.counters = state
+    trainer.parallel.on_main(lambda: trainer.folder.cut_metrics(state.step))
+
+
+class _Sums:
+    """This process's sums of a step; they stay on the device until the step is over."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.losses: list[torch.Tensor] = []
+        self.correct: list[torch.Tensor] = []
+        self.counted: list[torch.Tensor] = []
+        self.tokens = self.cut_tokens = 0
+
+    def add(self, numerator: torch.Tensor, correct: torch.Tensor, depths: torch.Tensor) -> None:
+        """Take in one packed row."""
+        self.losses.append(numerator.double())
+        self.correct.append(torch.bincount(depths, correct.double(), minlength=self.num_slots + 1)[1:])
+        self.counted.append(torch.bincount(depths, minlength=self.num_slots + 1)[1:].double())
+
+    def result(
+        self, parallel: Parallel, weight_sum: float, *, grad_norm: float | None, applied: bool, stop_asked: bool
+    ) -> StepResult:
+        """Exchange the sums."""
+        n = self.num_slots
+        mine = [0.0] * (2 * n + 1)
+        if self.losses:
+            loss = torch.stack(self.losses).sum()[None]
+            mine = torch.cat([loss, torch.stack(self.correct).sum(0), torch.stack(self.counted).sum(0)]).tolist()
+        total = parallel.sum([*mine, float(self.tokens), float(self.cut_tokens)])
+        return StepResult(
+            loss_sum=total[0],
+            weight_sum=weight_sum,
+            correct=total[1 : n + 1],
+            counted=total[n + 1 : 2 * n + 1],
+            tokens=int(total[-2]),
+            cut_tokens=int(total[-1]),
+            grad_norm=grad_norm,
+            applied=applied,
+            stop_asked=stop_asked,
+        )
+
+
+def _apply(trainer: Trainer) -> tuple[float, bool]:
+    """Clip and step unless the gradient is not finite; its norm is the same in every process."""
+    parallel, optimizer = trainer.parallel, trainer.optimizer
+    norm = float(parallel.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.job.config.optim.clip))
+    if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
+        return norm, not optimizer.step_was_skipped
+    finite = norm - norm == 0.0
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, finite
+
+
+def _take(future: Future[list[PackedRow]]) -> tuple[list[PackedRow], KitError | None]:
+    try:
+        return future.result(), None
+    except KitError as error:
+        return [], error
+
+
+def _count(counters: Counters, result: StepResult) -> None:
+    counters.step += 1
+    counters.tokens += result.tokens
+    counters.cut_tokens += result.cut_tokens
+    counters.skipped_steps += not result.applied
+    counters.bad_in_a_row = 0 if result.applied else counters.bad_in_a_row + 1
+
+
+def _measure(meter: Meter, result: StepResult) -> None:
+    meter.steps += 1
+    meter.tokens += result.tokens
+    if result.applied:
+        meter.loss_sum += result.loss_sum
+        meter.weight_sum += result.weight_sum
+        meter.add_slots(result.correct, result.counted)
+
+
+def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: StepResult) -> None:
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if trainer.flex else None
+    values = {
+        **meter.values(),
+        "step": trainer.counters.step,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "skipped_steps": trainer.counters.skipped_steps,
+        "peak_gib": peak_gib,
+    }
+    reporter.say(step_line(values, trainer.job.max_steps))
+    reporter.record("train", trainer.counters.step, values)
+    meter.reset()
+
+
+def _give_up_when_hopeless(trainer: Trainer, rows: list[PackedRow]) -> None:
+    """Stop after too many bad steps in a row; the counters are equal in every process."""
+    counters, limit = trainer.counters, trainer.job.config.optim.max_bad_steps
+    if counters.bad_in_a_row < limit:
+        return
+    ids = [row_id for row in rows for row_id in row.ids]
+    everyone = [row_id for part in trainer.parallel.gather(ids) for row_id in part]
+    raise KitError(
+        f"{limit} steps in a row (up to step {counters.step}) had a non-finite loss or gradient, or no supervised "
+        f"token; the last one had rows {', '.join(everyone[:8])}; lower optim.lr or look at these rows "
+        f"(the last saved state in {trainer.folder.state} is intact)"
+    )

@@ -1,0 +1,140 @@
+"""What a block should learn: cross-entropy at every slot, weighted by how much the slot matters.
+
+The target's head is frozen and large, so the logits of all slots never exist at once: chunks of slots are projected,
+and the gradient with respect to the slot's hidden state is formed on the spot. One pass over the head for the loss
+and one for its gradient; no weight gradient, no recomputation.
+
+Shape legend: M slots with a weight, C slots of a chunk, D hidden size, V vocabulary, N blocks, B block size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kit.target_ends import TargetEnds
+
+GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
+CHUNK_BYTES = 64 << 20
+"""Size of the logits that are held at a time."""
+
+
+def default_gamma(block_size: int) -> float:
+    """Decay of the published drafters (7, 5, 4 for blocks of 16, 10, 8), and half a block for other sizes."""
+    return GAMMA_BY_BLOCK_SIZE.get(block_size, block_size / 2)
+
+
+def decay_weights(block_size: int, gamma: float) -> Tensor:
+    """(B - 1,) float32 weights exp(-(k - 1) / gamma) of slots k = 1 … B - 1; infinite gamma weighs all alike."""
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of each slot; keeps the gradient (M, D) instead of logits (M, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ends: TargetEnds, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        needs_grad = hidden.requires_grad
+        losses = hidden.new_empty(len(labels), dtype=torch.float32)
+        correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
+        gradient = torch.empty_like(hidden) if needs_grad else None
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
+            losses[part], correct[part], logits_gradient = _chunk(hidden[part], ends, labels[part], needs_grad)
+            if gradient is not None:
+                gradient[part] = logits_gradient @ ends.head
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(correct)
+        return losses, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0][:, None].to(gradient.dtype), None, None, None
+
+
+def _chunk(hidden: Tensor, ends: TargetEnds, labels: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss (C,), hit (C,) and the loss's gradient with respect to the bare product with the head (C, V)."""
+    logits = ends.logits(hidden).float()
+    columns = labels[:, None]
+    picked = logits.gather(1, columns).squeeze(1)
+    best = logits.amax(1)
+    squash = None
+    if needs_grad and ends.logit_softcap is not None:
+        squash = 1 - (logits / ends.logit_softcap).square()
+    # The maximum is at hand, so logsumexp is formed in place instead of in a second copy of the logits.
+    logits.sub_(best[:, None]).exp_()
+    total = logits.sum(1)
+    losses = best + total.log() - picked
+    if needs_grad:
+        logits.div_(total[:, None])
+        logits.scatter_add_(1, columns, logits.new_full((1, 1), -1.0).expand(len(columns), 1))
+        if squash is not None:
+            logits.mul_(squash)
+    return losses, picked == best, logits.to(hidden.dtype)
+
+
+def slot_cross_entropy(
+    hidden: Tensor, ends: TargetEnds, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and hit of each slot.
+
+    Args:
+        hidden: (M, D) final-normed hidden states of the slots.
+        ends: the target's head.
+        labels: (M,) int64 true tokens.
+        chunk_bytes: how large the float32 logits of a chunk may be.
+
+    Returns:
+        losses (M,) float32, differentiable with respect to ``hidden``; correct (M,) bool.
+    """
+    chunk = max(1, chunk_bytes // (4 * ends.head.shape[0]))
+    losses, correct = _ChunkedCrossEntropy.apply(hidden.to(ends.head.dtype), ends, labels, chunk)
+    return losses, correct
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """How the losses of slots become one number.
+
+    ``decay``: Σ w_k · CE over Σ w_k, w_k = exp(-(k - 1) / gamma).
+    ``dpace``: w_k = Σ_{m ≥ k} Π_{i ≤ m} q̃_i with q̃ = (1 - alpha) · q + alpha and q the slot's own probability of the
+    truth, detached; over the number of slots.
+    """
+
+    kind: str = "decay"
+    """decay or dpace."""
+    alpha: float = 0.5
+    """Smoothing of D-PACE."""
+
+    def denominator(self, weights: Tensor) -> Tensor:
+        """What this row adds to the global denominator: known before the forward pass."""
+        return weights.sum() if self.kind == "decay" else weights.new_tensor(float(len(weights)))
+
+    def numerator(self, losses: Tensor, weights: Tensor, slots: Tensor, block_size: int) -> Tensor:
+        """Weighted sum of the slots' losses.
+
+        Args:
+            losses: (M,) cross-entropies.
+            weights: (M,) decayed weights.
+            slots: (M,) flat indices block * B + slot; each block's are 1 … some depth without a gap.
+            block_size: B.
+        """
+        if self.kind == "dpace":
+            weights = dpace_weights(losses.detach(), slots, block_size, self.alpha)
+        return (losses * weights).sum()
+
+
+def dpace_weights(losses: Tensor, slots: Tensor, block_size: int, alpha: float) -> Tensor:
+    """(M,) float32 weights of D-PACE (arXiv 2605.18810): how much of the block is still accepted through each slot."""
+    if len(losses) == 0:
+        return losses
+    num_blocks = int(slots[-1]) // block_size + 1
+    smoothed = losses.new_zeros(num_blocks * block_size)  # slots that do not count end the product
+    smoothed[slots] = (1 - alpha) * torch.exp(-losses) + alpha
+    survival = smoothed.view(num_blocks, block_size)[:, 1:].cumprod(1)
+    weights = survival.flip(1).cumsum(1).flip(1)
+    full = torch.cat([weights.new_zeros(num_blocks, 1), weights], dim=1)
+    return full.flatten()[slots]

@@ -1,0 +1,102 @@
+"""What training leaves on disk: replay results, intermediate drafters, trainer states, and the finished drafter."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dflash_kit.checkpoint import read_provenance
+from dflash_kit.drafter import Drafter
+from dflash_kit.provenance import collect_provenance
+
+from .progress import Reporter, method_label, replay_line
+from .state import save_state
+from .validation import whole_drafter
+
+if TYPE_CHECKING:
+    from .loop import Trainer
+
+
+def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> None:
+    """Replay the held-out rows, print and record acceptance, and keep the drafter if it is the best so far.
+
+    All processes call it.
+    """
+    if trainer.validation is None:
+        return
+    counters = trainer.counters
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    found = trainer.validation.measure(drafter, trainer.parallel)
+    lengths = {method_label(*method): value.acceptance_length_pooled for method, value in found.items()}
+    length = lengths["chain"]
+    best = length is not None and (counters.best_acceptance_length is None or length >= counters.best_acceptance_length)
+    if best:
+        counters.best_acceptance_length, counters.best_step = length, counters.step
+    counters.last_replay = {"step": counters.step, **lengths}
+    reporter.say(replay_line(counters.step, found, best=best))
+    values = {
+        method_label(*method): {
+            "acceptance_length_pooled": value.acceptance_length_pooled,
+            "acceptance_length_per_prompt": value.acceptance_length_per_prompt,
+            "position_rates": list(value.position_rates),
+            "rounds": value.rounds,
+        }
+        for method, value in found.items()
+    }
+    reporter.record("replay", counters.step, {"best": best, "methods": values})
+    if best:
+        _write_drafter(trainer, drafter, argv)
+
+
+def save(trainer: "Trainer", argv: list[str] | None) -> None:
+    """Write trainer state and drafter, and delete what is too old; all processes call it."""
+    counters, folder = trainer.counters, trainer.folder
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    _write_drafter(trainer, drafter, argv)
+    save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters)
+    trainer.parallel.on_main(lambda: folder.prune(trainer.job.config.keep_last, counters.best_step))
+
+
+def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> None:
+    """Write the finished drafter: the best by replay, or the last where nothing was replayed."""
+    counters, folder = trainer.counters, trainer.folder
+    step = counters.best_step if counters.best_step is not None else counters.step
+
+    def write() -> None:
+        kept = folder.checkpoint(step)
+        metrics = {**read_provenance(kept).get("metrics", {}), "trained_steps": counters.step}
+        provenance = {**_provenance(trainer, argv), "metrics": metrics}
+        Drafter.from_pretrained(kept).save_pretrained(folder.out, provenance=provenance)
+
+    trainer.parallel.on_main(write)
+    quality = ""
+    if counters.best_acceptance_length is not None:
+        quality = f", replayed chain τ {counters.best_acceptance_length:.3f} on held-out rows"
+    reporter.say(f"finished: {folder.out} holds the drafter of step {step}{quality}")
+
+
+def _write_drafter(trainer: "Trainer", drafter: Drafter, argv: list[str] | None) -> None:
+    place = trainer.folder.checkpoint(trainer.counters.step)
+
+    def write() -> None:
+        if not place.exists():
+            drafter.save_pretrained(place, provenance=_provenance(trainer, argv))
+
+    trainer.parallel.on_main(write)
+
+
+def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
+    job, counters = trainer.job, trainer.counters
+    return collect_provenance(
+        argv,
+        target=job.spec.name,
+        target_revision=job.spec.revision,
+        shards_header=job.shards.header.to_dict(),
+        config=asdict(job.config),
+        fingerprint=job.fingerprint(),
+        metrics={
+            "step": counters.step,
+            "max_steps": job.max_steps,
+            "replay_acceptance_length": counters.last_replay,
+            "skipped_steps": counters.skipped_steps,
+            "tokens": counters.tokens,
+        },
+    )

@@ -1,0 +1,148 @@
+"""What the user sees, and metrics.jsonl, which holds the same numbers."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dflash_kit.acceptance import Acceptance
+
+METHOD_NAMES = {"chain": "chain", "ddtree": "DDTree"}
+
+
+class Reporter:
+    """Prints in the main process only: a bar on a terminal, plain lines elsewhere.
+
+    Args:
+        metrics: file to append to; None writes none.
+        active: whether this is the main process.
+        max_steps: length of the bar.
+    """
+
+    def __init__(self, metrics: Path | None, *, active: bool, max_steps: int) -> None:
+        self.console = Console(quiet=not active, highlight=False, soft_wrap=True)
+        self._metrics = metrics if active else None
+        self._bar = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+            disable=not (active and self.console.is_terminal),
+        )
+        self._task = self._bar.add_task("train", total=max_steps, note="")
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, markup=False)
+
+    def advance(self, step: int, loss: float) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
+
+    def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self._metrics is not None:
+            line = {"kind": kind, "step": step, "time_utc": _utc(), **values}
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def step_line(values: dict[str, Any], max_steps: int) -> str:
+    """The line of a training interval."""
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in values["slot_accuracy"])
+    norm = values["grad_norm"]
+    line = (
+        f"step {values['step']}/{max_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
+        f"grad {'-' if norm is None else f'{norm:.2f}'}  {values['tokens_per_s']:,.0f} tok/s  "
+        f"data-wait {values['data_wait_share']:.1%}  slots {rates}"
+    )
+    if values["skipped_steps"]:
+        line += f"  skipped {values['skipped_steps']}"
+    if values.get("peak_gib") is not None:
+        line += f"  peak {values['peak_gib']:.1f} GiB"
+    return line
+
+
+def replay_line(step: int, found: dict[tuple[str, int], Acceptance], *, best: bool) -> str:
+    """The line of a replay: acceptance length of every method."""
+    return f"replay at step {step}: " + acceptance_text(found) + ("  (best so far)" if best else "")
+
+
+def acceptance_text(found: dict[tuple[str, int], Acceptance]) -> str:
+    """Acceptance length τ of every method, and how many rounds it rests on."""
+    parts = [
+        f"{method_label(name, budget)} τ {value.acceptance_length_pooled:.3f}"
+        for (name, budget), value in found.items()
+        if value.acceptance_length_pooled is not None
+    ]
+    rounds = max((value.rounds for value in found.values()), default=0)
+    return " · ".join(parts) + f"  ({rounds} chain rounds)"
+
+
+def method_label(name: str, budget: int) -> str:
+    """How a method is called: chain, DDTree-64."""
+    return METHOD_NAMES[name] if name == "chain" else f"{METHOD_NAMES[name]}-{budget}"
+
+
+class Meter:
+    """Sums over the steps of one logging interval.
+
+    Args:
+        num_slots: B - 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._paused_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new interval."""
+        self.t0 = time.perf_counter()
+        self._paused_s = 0.0
+        self.loss_sum = self.weight_sum = self.data_wait_s = 0.0
+        self.tokens = self.steps = 0
+        self.correct = [0.0] * self._num_slots
+        self.counted = [0.0] * self._num_slots
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of replays and saves out of the speed."""
+        t0 = time.perf_counter()
+        yield
+        self._paused_s += time.perf_counter() - t0
+
+    def add_slots(self, correct: Sequence[float], counted: Sequence[float]) -> None:
+        """Hits and trials of each slot."""
+        self.correct = [a + b for a, b in zip(self.correct, correct, strict=True)]
+        self.counted = [a + b for a, b in zip(self.counted, counted, strict=True)]
+
+    def values(self) -> dict[str, Any]:
+        """Means of the interval, ready for metrics.jsonl."""
+        passed_s = max(time.perf_counter() - self.t0 - self._paused_s, 1e-9)
+        return {
+            "loss": self.loss_sum / self.weight_sum if self.weight_sum else float("nan"),
+            "tokens_per_s": self.tokens / passed_s,
+            "s_per_step": passed_s / max(self.steps, 1),
+            "data_wait_share": self.data_wait_s / passed_s,
+            "slot_accuracy": [c / n if n else None for c, n in zip(self.correct, self.counted, strict=True)],
+        }
+
+
+def _utc() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,183 @@
+"""Everything that a training run can be told: frozen dataclasses whose fields are the flags."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .losses import default_gamma
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterSettings:
+    """Shape of the drafter; the rest follows from the target and the shards."""
+
+    num_hidden_layers: int = 5
+    """Layers of the drafter."""
+    num_sliding_layers: int = 0
+    """How many of them, the first ones, see only a window of the context."""
+    sliding_window: int = 2048
+    """Window of the sliding layers, in tokens."""
+    sliding_causal: bool = True
+    """Whether slots of sliding layers see only earlier slots of their block (the serving engines' convention)."""
+    full_causal: bool = False
+    """The same for full layers."""
+    block_size: int = 16
+    """Anchor plus masked slots; block_size - 1 tokens are drafted."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward; null takes the target's."""
+    mask_token_id: int | None = None
+    """Token fed to masked slots; null takes a reserved one of the target."""
+
+    def __post_init__(self) -> None:
+        _at_least("drafter.num_hidden_layers", self.num_hidden_layers, 1)
+        _at_least("drafter.block_size", self.block_size, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSettings:
+    """How conversations become batches."""
+
+    seq_len: int = 4096
+    """Tokens of a packed row; longer conversations are cut there, counted and reported."""
+    anchors: int = 512
+    """Blocks of a packed row, drawn anew each epoch."""
+    rows_per_step: int = 4
+    """Packed rows of an optimizer step, over all processes and accumulated micro-steps together."""
+    holdout_fraction: float = 0.02
+    """Share of conversations kept out of training for replay, chosen by a hash of their id."""
+    feature_noise: float = 0.0
+    """Standard deviation of noise on the taps, as a share of each tap's root mean square."""
+    prefetch: int = 2
+    """Optimizer steps whose rows are read ahead."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "anchors", "rows_per_step", "prefetch"):
+            _at_least(f"data.{name}", getattr(self, name), 2 if name == "seq_len" else 1)
+        if not 0 <= self.holdout_fraction < 1:
+            raise ValueError(f"data.holdout_fraction is {self.holdout_fraction}; allowed is 0 up to below 1")
+        if self.feature_noise < 0:
+            raise ValueError(f"data.feature_noise is {self.feature_noise}; allowed is 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """What is minimised."""
+
+    kind: Literal["decay", "dpace"] = "decay"
+    """decay: cross-entropy, slot k weighs exp(-(k-1)/gamma). dpace: weights follow how likely the block survives."""
+    gamma: float | None = None
+    """Decay of the slot weights; null takes 7, 5 or 4 for blocks of 16, 10 or 8, half a block for others."""
+    dpace_alpha: float = 0.5
+    """Smoothing of D-PACE's survival probabilities, 0 (none) to 1 (uniform)."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ValueError(f"loss.dpace_alpha is {self.dpace_alpha}; allowed is 0 to 1")
+
+    def gamma_of(self, block_size: int) -> float:
+        """The decay in force."""
+        return default_gamma(block_size) if self.gamma is None else self.gamma
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimSettings:
+    """AdamW and its schedule. DeepSpeed's own optimizer, scheduler and clipping sections stay empty or "auto"."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the projections; norms have none."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    clip: float = 1.0
+    """Largest global gradient norm."""
+    warmup_fraction: float = 0.04
+    """Share of the steps in which the rate rises."""
+    final_fraction: float = 0.0
+    """Rate at the end as a share of the peak."""
+    epochs: int = 6
+    """Passes over the rows; without effect where max_steps is given."""
+    max_steps: int | None = None
+    """Optimizer steps; null takes what the epochs need."""
+    max_bad_steps: int = 5
+    """Steps in a row with a non-finite loss or gradient after which the run stops; each is skipped."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_bad_steps"):
+            _at_least(f"optim.{name}", getattr(self, name), 1)
+        if self.max_steps is not None:
+            _at_least("optim.max_steps", self.max_steps, 1)
+        if self.lr <= 0 or self.clip <= 0:
+            raise ValueError(f"optim.lr is {self.lr} and optim.clip is {self.clip}; both must be above 0")
+        if not 0 <= self.warmup_fraction <= 1 or not 0 <= self.final_fraction <= 1:
+            raise ValueError(
+                f"optim.warmup_fraction is {self.warmup_fraction} and optim.final_fraction is {self.final_fraction}; "
+                "both lie between 0 and 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplaySettings:
+    """Acceptance on held-out rows while training, without the target."""
+
+    every_steps: int = 500
+    """Optimizer steps between two replays; 0 replays only at the end."""
+    max_rows: int = 32
+    """Held-out rows that are replayed; 0 switches replay off."""
+    budgets: list[int] = field(default_factory=lambda: [16, 64])
+    """Tree budgets."""
+
+    def __post_init__(self) -> None:
+        _at_least("replay.every_steps", self.every_steps, 0)
+        _at_least("replay.max_rows", self.max_rows, 0)
+        if any(budget < 1 for budget in self.budgets):
+            raise ValueError(f"replay.budgets is {self.budgets}; each must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Train a drafter from shards."""
+
+    shards: str
+    """Folder that extraction wrote."""
+    out: str
+    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints."""
+    target: str | None = None
+    """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
+    eval_shards: str | None = None
+    """Shards to replay on; null holds a share of the training shards out."""
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    seed: int = 0
+    """Seed of weights, order, anchors and noise."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."""
+    log_every_steps: int = 10
+    """Optimizer steps between two lines of metrics."""
+    save_every_steps: int = 200
+    """Optimizer steps between two saved states; the last one is always saved."""
+    keep_last: int = 2
+    """Saved states and checkpoints that are kept, beside the best checkpoint."""
+    cpu_threads: int | None = None
+    """Threads of a process that trains on the CPU; null leaves it to OMP_NUM_THREADS."""
+    dry_run: bool = False
+    """Print what would be trained, with sizes and memory, and stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("log_every_steps", "save_every_steps", "keep_last"):
+            _at_least(name, getattr(self, name), 1)
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; allowed is 0 or more")
+        if self.cpu_threads is not None:
+            _at_least("cpu_threads", self.cpu_threads, 1)
+
+
+def _at_least(name: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise ValueError(f"{name} is {value}; allowed is {lowest} or more")

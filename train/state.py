@@ -1,0 +1,251 @@
+"""What a run leaves beside its result, so that the same command goes on where a kill stopped it.
+
+    OUT                      the finished drafter: config.json, model.safetensors, provenance.json, nothing else
+    OUT.state/
+        run.json             what must not change between runs (the fingerprint)
+        train.yaml           the resolved configuration
+        metrics.jsonl        one line per logged step and replay
+        step-00000400/       trainer state: weights, optimizer, random state, counters
+        checkpoints/step-…/  drafters in the published layout
+
+Each folder is written under another name and renamed, so that it is there whole or not at all.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dflash_kit.checkpoint import PROVENANCE_NAME, read_provenance
+from dflash_kit.errors import KitError, require_dir_empty
+
+from .parallel import Parallel
+
+STEP_NAME = re.compile(r"step-(\d{8})")
+WEIGHTS_NAME, OPTIMIZER_NAME, COUNTERS_NAME = "weights.safetensors", "optimizer.pt", "counters.json"
+SHARDED_NAME = "sharded"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Where a run stands; everything else follows from the step."""
+
+    step: int = 0
+    """Optimizer steps behind us, skipped ones included."""
+    skipped_steps: int = 0
+    """Steps left out because of a non-finite loss or gradient."""
+    bad_in_a_row: int = 0
+    tokens: int = 0
+    """Real tokens of packed rows seen by all processes."""
+    cut_tokens: int = 0
+    """Tokens left out because their conversation was longer than a packed row."""
+    best_step: int | None = None
+    """Step of the checkpoint with the best replayed acceptance length."""
+    best_acceptance_length: float | None = None
+    last_replay: dict[str, Any] = field(default_factory=dict)
+    """Latest replayed acceptance, by method."""
+
+
+class RunFolder:
+    """The folders of one run.
+
+    Args:
+        out: where the finished drafter goes.
+    """
+
+    def __init__(self, out: str | Path) -> None:
+        self.out = Path(out)
+        self.state = self.out.with_name(self.out.name + ".state")
+        self.checkpoints = self.state / "checkpoints"
+        self.metrics = self.state / "metrics.jsonl"
+
+    def is_finished(self, fingerprint: Mapping[str, Any]) -> bool:
+        """Whether the result is there already.
+
+        Raises:
+            KitError: something else is there, or a result of other settings.
+        """
+        if not (self.out / PROVENANCE_NAME).is_file():
+            require_dir_empty(self.out, "output folder")
+            return False
+        written = read_provenance(self.out).get("fingerprint")
+        if written is None:
+            raise KitError(f"{self.out} holds a drafter that this trainer did not write; choose another --out")
+        require_same(written, fingerprint, f"the finished drafter {self.out}")
+        return True
+
+    def begin(self, fingerprint: Mapping[str, Any]) -> None:
+        """Record what must not change, or compare with what an earlier run recorded.
+
+        Raises:
+            KitError: another run's settings are recorded there.
+        """
+        record = self.state / "run.json"
+        if record.exists():
+            require_same(json.loads(record.read_text()), fingerprint, f"the run in {self.state}")
+            return
+        require_dir_empty(self.state, "state folder")
+        self.checkpoints.mkdir(parents=True)
+        partial = record.with_suffix(".incomplete")
+        partial.write_text(json.dumps(fingerprint, indent=1))
+        os.replace(partial, record)
+
+    def steps(self) -> list[int]:
+        """Steps whose trainer state is whole, ascending."""
+        if not self.state.is_dir():
+            return []
+        found = [STEP_NAME.fullmatch(entry.name) for entry in self.state.iterdir() if entry.is_dir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    def step_folder(self, step: int) -> Path:
+        """Trainer state after ``step`` steps."""
+        return self.state / f"step-{step:08d}"
+
+    def checkpoint(self, step: int) -> Path:
+        """Drafter after ``step`` steps."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def prune(self, keep_last: int, best_step: int | None) -> None:
+        """Delete all but the latest states and checkpoints; the best checkpoint stays."""
+        for step in self.steps()[:-keep_last]:
+            shutil.rmtree(self.step_folder(step), ignore_errors=True)
+        found = [STEP_NAME.fullmatch(entry.name) for entry in self.checkpoints.iterdir()]
+        steps = sorted(int(match[1]) for match in found if match)
+        for step in steps[:-keep_last]:
+            if step != best_step:
+                shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop lines of steps that will be done again."""
+        if not self.metrics.exists():
+            return
+        whole = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        partial = self.metrics.with_suffix(".incomplete")
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, self.metrics)
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    """Refuse to go on with other settings.
+
+    Raises:
+        KitError: naming the first setting that differs, and both values.
+    """
+    flat_before, flat_now = _flat(before), _flat(json.loads(json.dumps(now)))
+    for name in sorted(flat_before.keys() | flat_now.keys()):
+        was, is_ = flat_before.get(name), flat_now.get(name)
+        if was != is_:
+            raise KitError(
+                f"{what} has {name} = {json.dumps(was)} but this command says {json.dumps(is_)}; "
+                "repeat the command that began it or choose another --out"
+            )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def save_state(
+    run: RunFolder, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters
+) -> None:
+    """Write the trainer state after ``counters.step`` steps; all processes call it.
+
+    Raises:
+        KitError: the disk is full or not writable.
+    """
+    place = run.step_folder(counters.step)
+    begun = place.with_name(place.name + ".incomplete")
+
+    def start() -> None:
+        shutil.rmtree(begun, ignore_errors=True)
+        _orderly(lambda: begun.mkdir(parents=True), begun)
+
+    def finish() -> None:
+        _orderly(lambda: _publish(begun, place, counters), begun)
+
+    parallel.on_main(start)
+    if _is_sharded(parallel):
+        parallel.accelerator.save_state(str(begun / SHARDED_NAME))
+        parallel.wait()
+    else:
+        parallel.on_main(lambda: _orderly(lambda: _save_whole(begun, parallel, drafter, optimizer), begun))
+    parallel.on_main(finish)
+
+
+def load_state(
+    run: RunFolder, step: int, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer
+) -> Counters:
+    """Put weights, optimizer and random state back; all processes call it.
+
+    Raises:
+        KitError: the state is damaged, or was saved by another number of DeepSpeed processes.
+    """
+    place = run.step_folder(step)
+    try:
+        counters = Counters(**json.loads((place / COUNTERS_NAME).read_text()))
+        if _is_sharded(parallel):
+            parallel.accelerator.load_state(str(place / SHARDED_NAME))
+        else:
+            _load_whole(place, parallel, drafter, optimizer)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise KitError(
+            f"trainer state {place} cannot be loaded ({error}); delete that folder to go on from the one before it"
+        ) from error
+    return counters
+
+
+def _is_sharded(parallel: Parallel) -> bool:
+    return bool(parallel.accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def _save_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weights = {name: t.detach().cpu() for name, t in drafter.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_NAME)
+    state = {"optimizer": optimizer.state_dict(), "cpu_random": torch.get_rng_state()}
+    if parallel.device.type == "cuda":
+        state["gpu_random"] = torch.cuda.get_rng_state(parallel.device)
+    torch.save(state, folder / OPTIMIZER_NAME)
+
+
+def _load_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    drafter.load_state_dict(load_file(folder / WEIGHTS_NAME))
+    state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["cpu_random"])
+    if "gpu_random" in state and parallel.device.type == "cuda":
+        torch.cuda.set_rng_state(state["gpu_random"], parallel.device)
+
+
+def _publish(begun: Path, place: Path, counters: Counters) -> None:
+    (begun / COUNTERS_NAME).write_text(json.dumps(asdict(counters)))
+    for file in begun.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    shutil.rmtree(place, ignore_errors=True)
+    os.replace(begun, place)
+
+
+def _orderly(action: Callable[[], Any], begun: Path) -> None:
+    """Turn a failure to write into one line, and take away what was begun."""
+    try:
+        action()
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
+        shutil.rmtree(begun, ignore_errors=True)
+        raise KitError(f"trainer state {begun} cannot be written: {error}; free some space and run again") from error

@@ -1,0 +1,83 @@
+"""Held-out rows, and the acceptance that the drafter would reach on them, replayed without the target."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from dflash_kit.acceptance import Acceptance, RoundLog, summarise
+from dflash_kit.drafter import Drafter
+from dflash_kit.replay import Method, methods, replay_row
+from dflash_kit.shards import Shards
+from dflash_kit.target_ends import TargetEnds
+
+from .parallel import Parallel
+
+
+def hold_out(ids: Sequence[str], fraction: float) -> tuple[list[int], list[int]]:
+    """Split rows by a hash of their id: a row's side never depends on which other rows there are.
+
+    With a fraction above 0 and at least two rows, each side gets at least one.
+
+    Returns:
+        Indices to train on, ascending; indices held out, in the order of their hash.
+    """
+    places = sorted(range(len(ids)), key=lambda i: (_place(ids[i]), i))
+    num_held = sum(_place(row_id) < fraction for row_id in ids)
+    if fraction > 0 and len(ids) > 1:
+        num_held = min(max(num_held, 1), len(ids) - 1)
+    return sorted(places[num_held:]), places[:num_held]
+
+
+def _place(row_id: str) -> float:
+    """Uniform in [0, 1), from nothing but the id."""
+    return int.from_bytes(hashlib.blake2b(row_id.encode(), digest_size=8).digest()) / 2**64
+
+
+class Validation:
+    """Replays the same rows whenever it is asked.
+
+    Args:
+        shards: where the rows are.
+        rows: their indices.
+        ends: the target's embedding and head.
+        budgets: tree budgets.
+        eos_token_ids: where a response ends.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        rows: Sequence[int],
+        ends: TargetEnds,
+        budgets: Sequence[int],
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.shards, self.rows, self.ends = shards, list(rows), ends
+        self.budgets, self.eos_token_ids = sorted(set(budgets)), tuple(eos_token_ids)
+
+    def measure(self, drafter: Drafter, parallel: Parallel) -> dict[Method, Acceptance]:
+        """Acceptance by method; the rows are shared out over the processes, which all get the result.
+
+        Args:
+            drafter: a copy with whole weights, in the dtype and on the device of ``ends``.
+            parallel: the processes.
+        """
+        logs: dict[Method, list[RoundLog]] = {method: [] for method in methods(drafter.config, self.budgets)}
+        for index in self.rows[parallel.rank :: parallel.world_size]:
+            found = replay_row(drafter, self.ends, self.shards[index], self.budgets, eos_token_ids=self.eos_token_ids)
+            for method, responses in found.items():
+                logs[method].extend(responses)
+        everyone = parallel.gather(logs)
+        num_draft_tokens = drafter.config.num_draft_tokens
+        return {
+            method: summarise([log for part in everyone for log in part[method]], num_draft_tokens) for method in logs
+        }
+
+
+def whole_drafter(drafter: Drafter, parallel: Parallel, ends: TargetEnds) -> Drafter:
+    """A copy of the drafter in training with whole weights, for replay and for saving; all processes call it."""
+    with torch.device("meta"):
+        copy = Drafter(drafter.config)
+    copy.load_state_dict(parallel.full_weights(drafter), assign=True)
+    return copy.to(device=ends.head.device, dtype=ends.head.dtype).eval().requires_grad_(False)
