@@ -1,0 +1,237 @@
+"""Draft trees that never leave the device: built from the drafter's logits, masked, and walked after verification.
+
+The tree is that of `dflash_kit.tree.build_tree` (nodes, order and parents). Where more paths tie exactly at the
+budget's edge than the buffers hold, another choice among the tied ones is possible; the tree stays valid and optimal.
+On the CPU the heap itself builds it.
+
+Level by level: the best ``budget`` paths are closed under parents, so the paths of depth k + 1 extend kept paths of
+depth k. See `tree_kernels.grow_kernel` for one step.
+
+Shape legend: M depths, V vocabulary, K ranks kept per depth, R rows (root + nodes, padded), P = walk length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kit.tree import ancestor_mask, build_tree, chain_tree
+
+from .fused_ops import uses_kernels
+
+MAX_BUDGET = 1024
+MAX_DEPTHS = 15
+"""Three words of five ranks each hold a path for breaking ties."""
+LOGIT_CHUNK = 4096
+
+
+@dataclass(slots=True)
+class TreeBuffers:
+    """A tree in fixed shapes; row 0 is the root (anchor), rows behind the last node are padding.
+
+    Attributes:
+        tokens: (R,) int64; row 0 is the anchor's token.
+        depths: (R,) int32, 0 for the root.
+        parents: (R,) int32 row of the parent, -1 for the root and padding.
+        mask: (R, R) uint8, 1 where a row may look.
+        num_nodes: (1,) int32.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    parents: Tensor
+    mask: Tensor
+    num_nodes: Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, device: torch.device | str) -> "TreeBuffers":
+        """Buffers that hold a root and no nodes."""
+        return cls(
+            tokens=torch.zeros(num_rows, dtype=torch.long, device=device),
+            depths=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            parents=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+            mask=torch.eye(num_rows, dtype=torch.uint8, device=device),
+            num_nodes=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.numel()
+
+    def set_nodes(self, tokens: Tensor, depths: Tensor, parents: Tensor) -> None:
+        """Fill in a tree that was built elsewhere: three (n,) tensors as in `dflash_kit.tree.Tree`."""
+        count = tokens.numel()
+        self.tokens[1 : count + 1] = tokens.to(self.tokens.device)
+        self.depths[1 : count + 1] = depths.to(self.depths)
+        self.parents.fill_(-1)
+        self.parents[1 : count + 1] = parents.to(self.parents)
+        self.mask.copy_(torch.eye(self.num_rows, dtype=torch.uint8))
+        self.mask[:, 0] = 1
+        self.mask[: count + 1, : count + 1] = ancestor_mask(parents.cpu()).to(self.mask)
+        self.num_nodes.fill_(count)
+
+    def set_chain(self) -> None:
+        """The shape of a chain over all rows; only tokens change from then on."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32)
+        self.depths.copy_(rows)
+        self.parents.copy_(rows - 1)
+        self.mask.copy_(torch.ones(self.num_rows, self.num_rows, dtype=torch.uint8).tril())
+        self.num_nodes.fill_(self.num_rows - 1)
+
+
+class TreeBuilder:
+    """Builds trees of one budget into `TreeBuffers`, without a host synchronisation on a GPU."""
+
+    def __init__(self, num_depths: int, vocab_size: int, budget: int, tree: TreeBuffers) -> None:
+        assert 1 <= budget <= MAX_BUDGET and budget < tree.num_rows, f"budget {budget} in {tree.num_rows} rows"
+        assert 1 <= num_depths <= MAX_DEPTHS, f"{num_depths} depths; the tie-breaking words hold {MAX_DEPTHS}"
+        self.num_depths, self.budget, self.tree = num_depths, budget, tree
+        self.num_ranks = min(budget, vocab_size)
+        self.num_chunks = -(-vocab_size // LOGIT_CHUNK)
+        width = 1 << (budget - 1).bit_length()
+        self.frontier = max(16, width if budget > 512 else 2 * width)
+        self.kept = max(16, 2 * width)
+        self._scratch: dict[str, Tensor] | None = None
+
+    def build(self, logits: Tensor) -> None:
+        """Put the tree of logits (M, V) into the buffers."""
+        if not uses_kernels(logits):
+            built = build_tree(logits, self.budget)
+            self.tree.set_nodes(built.tokens, built.depths, built.parents)
+            return
+        scratch = self._buffers(logits.device)
+        values, token_ids = logits.topk(self.num_ranks, dim=-1, sorted=False)
+        self._rank(logits, values, token_ids, scratch)
+        self._grow(scratch)
+        self._number(scratch)
+
+    def build_chain(self, logits: Tensor) -> None:
+        """Put the most likely token of each depth into a tree prepared by ``set_chain``."""
+        tokens = logits.argmax(dim=-1) if uses_kernels(logits) else chain_tree(logits).tokens
+        self.tree.tokens[1 : self.num_depths + 1] = tokens
+
+    def _buffers(self, device: torch.device) -> dict[str, Tensor]:
+        if self._scratch is None:
+            pairs = [(i, r) for i in range(self.budget) for r in range(self.budget // (i + 1))]
+            records, i32 = self.num_depths * self.frontier, torch.int32
+
+            def zeros(count: int, dtype: torch.dtype = i32) -> Tensor:
+                return torch.zeros(count, dtype=dtype, device=device)
+
+            self._scratch = {
+                "pair_parents": torch.tensor([i for i, _ in pairs], dtype=i32, device=device),
+                "pair_ranks": torch.tensor([r for _, r in pairs], dtype=i32, device=device),
+                "partial": zeros(self.num_depths * self.num_chunks * 2, torch.float32),
+                "log_probs": zeros(self.num_depths * self.num_ranks, torch.float32),
+                "ranked_ids": zeros(self.num_depths * self.num_ranks, torch.long),
+                "frontier_scores": zeros(self.frontier, torch.float64),
+                "frontier_records": zeros(self.frontier),
+                "kept_keys": zeros(self.kept, torch.long),
+                "kept_records": zeros(self.kept),
+                "record_parents": zeros(records),
+                "record_ranks": zeros(records),
+                "record_rows": zeros(records),
+                "row_records": zeros(self.tree.num_rows),
+                "num_kept": zeros(1),
+            }
+        return self._scratch
+
+    def _rank(self, logits: Tensor, values: Tensor, token_ids: Tensor, s: dict[str, Tensor]) -> None:
+        from .tree_kernels import log_sum_kernel, rank_kernel
+
+        log_sum_kernel[(self.num_depths, self.num_chunks)](
+            logits, s["partial"], logits.stride(0), logits.shape[1], CHUNK=LOGIT_CHUNK, BLOCK=1024, num_warps=4
+        )
+        ranks = max(16, 1 << (self.num_ranks - 1).bit_length())
+        rank_kernel[(self.num_depths,)](
+            values, token_ids, s["partial"], s["log_probs"], s["ranked_ids"], self.num_ranks, self.num_chunks,
+            RANKS=ranks, CHUNKS=max(2, 1 << (self.num_chunks - 1).bit_length()), num_warps=_warps(ranks, 64, 8),
+        )  # fmt: skip
+
+    def _grow(self, s: dict[str, Tensor]) -> None:
+        from .tree_kernels import grow_kernel
+
+        num_pairs = s["pair_ranks"].numel()
+        pairs = max(16, 1 << (num_pairs - 1).bit_length())
+        grow_kernel[(1,)](
+            s["log_probs"], s["pair_parents"], s["pair_ranks"], s["frontier_scores"], s["frontier_records"], s["kept_keys"],
+            s["kept_records"], s["record_parents"], s["record_ranks"], s["num_kept"], self.num_depths, self.num_ranks,
+            self.budget, num_pairs, PAIRS=pairs, FRONTIER=self.frontier, KEPT=self.kept, num_warps=_warps(pairs, 128, 32),
+        )  # fmt: skip
+
+    def _number(self, s: dict[str, Tensor]) -> None:
+        from .tree_kernels import mask_kernel, order_kernel
+
+        tree, rows = self.tree, self.tree.num_rows
+        order_kernel[(self.kept // 16,)](
+            s["kept_keys"], s["kept_records"], s["num_kept"], s["record_parents"], s["record_ranks"], s["record_rows"],
+            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, tree.num_nodes, self.num_depths, self.num_ranks,
+            self.budget, FRONTIER=self.frontier, KEPT=self.kept, MINE=16, CHUNK=min(128, self.kept), num_warps=4,
+        )  # fmt: skip
+        mask_kernel[(-(-rows // 16), -(-rows // 128))](
+            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows,
+            self.num_depths, ROWS=16, COLUMNS=128, num_warps=4,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class WalkBuffers:
+    """What a walk leaves behind.
+
+    Attributes:
+        path: (P,) int32 rows walked, the root's first; P is a power of two of at least depth + 1.
+        num_accepted: (1,) int32 nodes walked, the root not counted.
+        emitted: (P,) int64 accepted tokens, then the bonus token.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    emitted: Tensor
+
+    @classmethod
+    def allocate(cls, max_depth: int, device: torch.device | str) -> "WalkBuffers":
+        length = 1 << max_depth.bit_length()
+        return cls(
+            path=torch.zeros(length, dtype=torch.int32, device=device),
+            num_accepted=torch.zeros(1, dtype=torch.int32, device=device),
+            emitted=torch.zeros(length, dtype=torch.long, device=device),
+        )
+
+
+def walk(tree: TreeBuffers, choices: Tensor, out: WalkBuffers, next_anchor: Tensor, max_depth: int) -> None:
+    """Descend from the root as long as the target's choice at the current row is one of its children.
+
+    Args:
+        choices: (R,) int64 the target's token behind each row.
+        next_anchor: (1,) int64, receives the bonus token.
+        max_depth: steps at most.
+    """
+    if uses_kernels(choices):
+        _walk_kernel(tree, choices, out, next_anchor, max_depth)
+        return
+    at, path = 0, [0]
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    children = {(parents[i], tokens[i]): i for i in range(1, int(tree.num_nodes) + 1)}
+    while (at, int(choices[at])) in children:
+        at = children[(at, int(choices[at]))]
+        path.append(at)
+    out.path[: len(path)] = torch.tensor(path, dtype=torch.int32)
+    out.num_accepted.fill_(len(path) - 1)
+    out.emitted[: len(path)] = choices[path]
+    next_anchor.copy_(choices[at])
+
+
+def _walk_kernel(tree: TreeBuffers, choices: Tensor, out: WalkBuffers, next_anchor: Tensor, max_depth: int) -> None:
+    from .tree_kernels import walk_kernel
+
+    kernel: Any = walk_kernel
+    rows = 1 << max(4, (tree.num_rows - 1).bit_length())
+    kernel[(1,)](
+        tree.tokens, tree.parents, tree.num_nodes, choices, out.path, out.num_accepted, out.emitted, next_anchor, max_depth,
+        ROWS=rows, num_warps=_warps(rows, 128, 8),
+    )  # fmt: skip
+
+
+def _warps(elements: int, elements_a_warp: int, most: int) -> int:
+    return max(1, min(most, elements // elements_a_warp))

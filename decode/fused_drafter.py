@@ -1,0 +1,87 @@
+"""The drafter for NVIDIA GPUs: context pass and block pass in the fused form, on the target's device buffers.
+
+The context pass projects the fused taps to keys and values of all layers with one matrix product. The block's own
+keys and values lie in the slots behind the context while it is drafted, and the next context pass overwrites them.
+
+Shape legend: B block size, K taps, D hidden size, G key-value heads, d head dimension, V vocabulary, L layers, C slots.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_kit.drafter import Drafter
+
+from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
+from .fused_ops import Heads, add_norm, rope_write
+from .fused_target import FusedTarget
+
+
+class FusedDrafter:
+    """Wraps a `Drafter`; its weights are fused in place. Shares ``length`` with the target."""
+
+    def __init__(self, drafter: Drafter, target: FusedTarget) -> None:
+        config, like = drafter.config, target.embedding
+        self.config, self.target = config, target
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.layers = [
+            FusedLayer.from_module(
+                layer,
+                heads,
+                config.rms_norm_eps,
+                window=layer.self_attn.window,
+                bidirectional=not layer.self_attn.causal,
+            )
+            for layer in drafter.layers
+        ]
+        self.kv_heads = Heads(0, heads.num_kv, heads.dim)
+        queries = heads.num_queries * heads.dim
+        self.kv = torch.cat([layer.qkv[queries:] for layer in self.layers])
+        self.k_norms = torch.cat([layer.norms[1] for layer in self.layers if layer.norms is not None])
+        self.fc = drafter.fc.weight.detach()
+        self.hidden_norm, self.norm = drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
+        slots = target.caches.shape[3]
+        self.caches = like.new_zeros(len(self.layers), 2, heads.num_kv, slots, heads.dim)
+        cos, sin = drafter.rotary(torch.arange(slots, device=like.device), like.dtype)
+        half = heads.dim // 2
+        self.tables = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        config, like = self.config, self.target.embedding
+        size = config.block_size
+        self.slots = torch.full((size,), config.mask_token_id, dtype=torch.long, device=like.device)
+        """(B,) int64 anchor and masks; the anchor is written by the walk."""
+        self.anchor = self.slots[:1]
+        self.depths = torch.arange(size, dtype=torch.int32, device=like.device)
+        full = torch.ones(size, size, dtype=torch.uint8, device=like.device)
+        self.masks = {True: full, False: full.tril()}
+        self.buffers = RowBuffers.allocate(size, self.layers[0])
+        self.logits = like.new_zeros(size, self.target.head.shape[0])
+
+    def extend(self, features: Tensor) -> None:
+        """Write the context of taps (n, K * D) to slots ``length`` … ``length + n - 1``; ``length`` is not advanced."""
+        rows = features.shape[0]
+        fused = features @ self.fc.t()
+        normed = add_norm(fused, None, self.hidden_norm, self.config.rms_norm_eps, torch.empty_like(fused))
+        projected = normed @ self.kv.t()
+        depths = (
+            self.depths if rows == self.depths.numel() else torch.arange(rows, dtype=torch.int32, device=fused.device)
+        )
+        rope_write(
+            projected, None, self.caches, (None, self.k_norms), self.tables, depths, self.target.length, self.kv_heads,
+            self.config.rms_norm_eps,
+        )  # fmt: skip
+
+    def draft(self) -> Tensor:
+        """Logits (B - 1, V) of the slots behind the anchor in ``slots``."""
+        torch.index_select(self.target.embedding, 0, self.slots, out=self.buffers.residual)
+        mask = self.masks[self.layers[0].bidirectional]
+        rows = Rows(mask, self.depths, self.target.length, self.tables)
+        states = run_layers(
+            self.layers, self.caches, rows, self.buffers, self.norm, self.config.rms_norm_eps, row_masks=self._masks()
+        )
+        torch.mm(states, self.target.head.t(), out=self.logits)
+        return self.logits[1:]
+
+    def _masks(self) -> list[Tensor]:
+        return [self.masks[layer.bidirectional] for layer in self.layers]

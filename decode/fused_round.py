@@ -1,0 +1,136 @@
+"""Whole rounds as one CUDA graph each: draft, build, verify, walk, commit, extend; the host reads one small buffer.
+
+A round leaves the state as the next one needs it: target and drafter caches hold every token before the anchor, the
+anchor's token stands in the drafter's slots and in the tree's root row, ``length`` is the anchor's position.
+
+Shape legend: B block size, R rows, P walk length, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kit.errors import KitError
+
+from .device_tree import TreeBuilder, WalkBuffers, walk
+from .fused_drafter import FusedDrafter
+from .fused_ops import commit_rows
+from .fused_target import FusedTarget, capture, padded_rows
+
+
+class GreedyRound:
+    """Rounds of one method: autoregressive (budget 0, no drafter needed), chain, or a tree of ``budget`` nodes.
+
+    Args:
+        budget: nodes of a tree; 0 decodes token by token; None drafts the chain.
+    """
+
+    def __init__(self, target: FusedTarget, drafter: FusedDrafter | None, budget: int | None) -> None:
+        if budget != 0 and drafter is None:
+            raise KitError(f"a round with budget {budget} needs a drafter; only budget 0 decodes without one")
+        self.target, self.drafter, self.budget = target, drafter, budget
+        self.depth = drafter.config.num_draft_tokens if drafter is not None and budget != 0 else 0
+        nodes = self.depth if budget is None else budget
+        self.step = target.new_pass(padded_rows(nodes + 1))
+        self.tree = self.step.tree
+        self.walked = WalkBuffers.allocate(self.depth, target.device)
+        self.anchor = torch.zeros(1, dtype=torch.long, device=target.device)
+        self.builder: TreeBuilder | None = None
+        if self.depth:
+            self.builder = TreeBuilder(self.depth, target.head.shape[0], max(nodes, 1), self.tree)
+        if budget is None:
+            self.tree.set_chain()
+        self._graph: Any = None
+
+    @torch.no_grad()
+    def start(self, input_ids: Tensor) -> int:
+        """Prefill target and drafter with a prompt (T,); returns the first token, which is the first anchor."""
+        extend = None
+        if self.drafter is not None:
+            drafter = self.drafter
+
+            def extend(taps: Tensor, _start: int) -> None:
+                drafter.extend(taps)
+
+        _, choice = self.target.prefill(input_ids, extend)
+        self.anchor.copy_(choice)
+        return int(choice)
+
+    @torch.no_grad()
+    def advance(self) -> list[int]:
+        """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them."""
+        self.launch()
+        said = torch.cat([self.walked.num_accepted.long(), self.walked.emitted]).tolist()
+        return said[1 : said[0] + 2]
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """One round without reading its result."""
+        if not self.target.embedding.is_cuda:
+            self._work()
+            return
+        if self._graph is None:
+            self._graph = self._capture(self._work)
+        self._graph.replay()
+
+    def _work(self) -> None:
+        for stage in self.stages().values():
+            stage()
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        """The parts of a round, in order, by name; the benchmark times them one by one."""
+        parts: dict[str, Callable[[], None]] = {}
+        if self.depth:
+            parts["draft"] = self._draft
+            parts["build"] = self._build
+        parts["verify"] = self._verify
+        parts["commit"] = self._commit
+        return parts
+
+    def _draft(self) -> None:
+        assert self.drafter is not None
+        self.drafter.anchor.copy_(self.anchor)
+        self.drafter.draft()
+
+    def _build(self) -> None:
+        assert self.drafter is not None and self.builder is not None
+        logits = self.drafter.logits[1:]
+        if self.budget is None:
+            self.builder.build_chain(logits)
+        else:
+            self.builder.build(logits)
+
+    def _verify(self) -> None:
+        self.tree.tokens[:1].copy_(self.anchor)
+        self.target.run(self.step)
+
+    def _commit(self) -> None:
+        walk(self.tree, self.step.choices, self.walked, self.anchor, self.depth)
+        if self.depth:
+            commit_rows(self.target.caches, self.walked.path, self.walked.num_accepted, self.target.length)
+        if self.drafter is not None:
+            count = self.drafter.config.block_size if self.depth else 1
+            self.drafter.extend(self.step.taps.index_select(0, self.walked.path[:count].long()))
+        self.target.length += self.walked.num_accepted + 1
+
+    def _capture(self, work: Callable[[], None]) -> Any:
+        """Capture a round without leaving a trace: warm-up rounds advance the state, so put it back."""
+        held = [(tensor, tensor.clone()) for tensor in (self.target.length, self.anchor)]
+        graph = capture(work)
+        for tensor, before in held:
+            tensor.copy_(before)
+        return graph
+
+
+def decode_greedy(
+    round_: GreedyRound, input_ids: Tensor, max_new_tokens: int, eos_token_ids: tuple[int, ...]
+) -> list[int]:
+    """Greedy continuation of a prompt, cut behind the first EOS or at ``max_new_tokens``."""
+    said = [round_.start(input_ids)]
+    while len(said) < max_new_tokens and not any(token in eos_token_ids for token in said):
+        said += round_.advance()
+    said = said[:max_new_tokens]
+    ends = [i for i, token in enumerate(said) if token in eos_token_ids]
+    return said[: ends[0] + 1] if ends else said

@@ -1,0 +1,250 @@
+"""The target for NVIDIA GPUs: a loaded transformers model, its projections fused in place, run with few kernels.
+
+Dense Llama-like decoders only (`FAMILIES`); for anything else the constructor refuses and the portable engine runs.
+The key-value cache is static. One forward pass takes R rows that stand behind ``length`` committed tokens: a chain, a
+draft tree, or a piece of the prompt. R comes from a few buckets, so that every pass can be a CUDA graph.
+
+Shape legend: T prompt tokens, R rows, D hidden size, K taps, V vocabulary, L layers, C cache slots.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_kit.errors import KitError
+from dflash_kit.target import decoder_layers
+
+from .device_tree import TreeBuffers
+from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
+from .fused_ops import Heads, commit_rows
+
+FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+PREFILL_ROWS = 512
+SLACK_SLOTS = 128
+"""Cache slots behind the last row, so that a tile of keys never reaches outside."""
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the smallest bucket that holds ``num_rows``: 1, then multiples of 8."""
+    return 1 if num_rows == 1 else -(-num_rows // 8) * 8
+
+
+@dataclass(slots=True)
+class Pass:
+    """Everything one forward pass of R rows reads and writes; its addresses never change.
+
+    Attributes:
+        tree: tokens, depths, parents and mask of the rows.
+        taps: (R, K * D)
+        logits: (R, V), the target's logits behind each row.
+        choices: (R,) int64, their argmax.
+    """
+
+    tree: TreeBuffers
+    buffers: RowBuffers
+    taps: Tensor
+    logits: Tensor
+    choices: Tensor
+    graph: Any = field(default=None)
+
+
+class FusedTarget:
+    """See the module. ``length`` (1,) int32 lives on the device and counts committed tokens.
+
+    Args:
+        model: loaded causal language model, frozen, on the device and in the dtype it shall run in.
+        tap_layer_ids: 0-based layers whose output is kept.
+        max_context_tokens: prompt and generated tokens together.
+        max_rows: rows of the largest pass, padded.
+
+    Raises:
+        KitError: an architecture that this path does not compute.
+    """
+
+    def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
+        config = model.config.get_text_config()
+        check_supported(model)
+        layers = decoder_layers(model)
+        decoder = model.get_decoder()
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, layers[0].self_attn.head_dim)
+        self.layers = [
+            FusedLayer.from_module(layer, heads, config.rms_norm_eps, window=_window(layer, config)) for layer in layers
+        ]
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.head = model.get_output_embeddings().weight.detach()
+        self.final_norm, self.eps = decoder.norm.weight.detach(), config.rms_norm_eps
+        self.tap_layer_ids = tuple(tap_layer_ids)
+        self.max_context_tokens = max_context_tokens
+        slots = -(-(max_context_tokens + max(max_rows, PREFILL_ROWS) + SLACK_SLOTS) // 128) * 128
+        self.caches = self.embedding.new_zeros(len(layers), 2, heads.num_kv, slots, heads.dim)
+        self.length = torch.zeros(1, dtype=torch.int32, device=self.embedding.device)
+        self.tables = rope_tables(decoder.rotary_emb, slots, self.embedding)
+        self._passes: dict[tuple[int, str], Pass] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def new_pass(self, num_rows: int) -> Pass:
+        """Buffers of a pass of ``num_rows`` rows (a padded count)."""
+        device, width = self.device, self.embedding.shape[1]
+        return Pass(
+            tree=TreeBuffers.allocate(num_rows, device),
+            buffers=RowBuffers.allocate(num_rows, self.layers[0]),
+            taps=self.embedding.new_zeros(num_rows, len(self.tap_layer_ids) * width),
+            logits=self.embedding.new_zeros(num_rows, self.head.shape[0]),
+            choices=torch.zeros(num_rows, dtype=torch.long, device=device),
+        )
+
+    def run(self, step: Pass, *, head_rows: slice | None = slice(None)) -> None:
+        """One forward pass; ``head_rows`` are the rows that get logits and choices (None: no row)."""
+        b, tree = step.buffers, step.tree
+        torch.index_select(self.embedding, 0, tree.tokens, out=b.residual)
+        width = self.embedding.shape[1]
+        taps = {layer: step.taps[:, i * width : (i + 1) * width] for i, layer in enumerate(self.tap_layer_ids)}
+        rows = Rows(tree.mask, tree.depths, self.length, self.tables)
+        states = run_layers(self.layers, self.caches, rows, b, self.final_norm, self.eps, taps)
+        if head_rows is not None:
+            torch.mm(states[head_rows], self.head.t(), out=step.logits[head_rows])
+            torch.argmax(step.logits[head_rows], dim=-1, out=step.choices[head_rows])
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, on_taps: Callable[[Tensor, int], None] | None = None) -> tuple[Tensor, Tensor]:
+        """Read a prompt from the start; forgets what was committed before.
+
+        Args:
+            input_ids: (T,) int64.
+            on_taps: called with the taps (n, K * D) of every piece and the position of its first token.
+
+        Returns:
+            The logits (V,) behind the last token, and its argmax (1,) int64.
+        """
+        count = input_ids.numel()
+        if not 0 < count <= self.max_context_tokens:
+            raise KitError(
+                f"the prompt has {count} tokens; allowed is 1..{self.max_context_tokens} (max_context_tokens)"
+            )
+        self.length.zero_()
+        step = self._pass(PREFILL_ROWS, "prefill")
+        for start in range(0, count, PREFILL_ROWS):
+            piece = input_ids[start : start + PREFILL_ROWS]
+            step.tree.tokens.zero_()
+            step.tree.tokens[: piece.numel()] = piece
+            last = start + piece.numel() == count
+            end = piece.numel()
+            self.run(step, head_rows=slice(end - 1, end) if last else None)
+            if on_taps is not None:
+                on_taps(step.taps[:end], start)
+            self.length += end
+        return step.logits[end - 1], step.choices[end - 1 : end]
+
+    @torch.no_grad()
+    def verify(self, tokens: Tensor, depths: Tensor, parents: Tensor) -> Pass:
+        """Judge a tree behind the committed tokens: anchor and n nodes, as three tensors of `dflash_kit.tree.Tree`.
+
+        Args:
+            tokens: (n + 1,) int64, the anchor's token first.
+            depths: (n,) from 1.
+            parents: (n,) rows of the parents.
+
+        Returns:
+            The pass, with logits, choices and taps of rows 0 … n.
+        """
+        step = self._pass(padded_rows(tokens.numel()), "verify")
+        step.tree.tokens[0] = tokens[0]
+        step.tree.set_nodes(tokens[1:], depths, parents)
+        self.replay(step)
+        return step
+
+    @torch.no_grad()
+    def commit(self, path: Tensor) -> None:
+        """Keep rows ``path`` (a,) of the last pass, the root's row 0 first and ascending, and advance by their number."""
+        padded = torch.zeros(1 << (path.numel() - 1).bit_length(), dtype=torch.int32, device=self.device)
+        padded[: path.numel()] = path
+        count = torch.full((1,), path.numel() - 1, dtype=torch.int32, device=self.device)
+        commit_rows(self.caches, padded, count, self.length)
+        self.length += path.numel()
+
+    def replay(self, step: Pass) -> None:
+        """Run a pass, on a GPU as a CUDA graph that is captured the first time."""
+        if not self.embedding.is_cuda:
+            self.run(step)
+            return
+        if step.graph is None:
+            step.graph = capture(lambda: self.run(step))
+        step.graph.replay()
+
+    def _pass(self, num_rows: int, use: str) -> Pass:
+        if (num_rows, use) not in self._passes:
+            step = self.new_pass(num_rows)
+            if use == "prefill":
+                step.tree.set_chain()
+            self._passes[(num_rows, use)] = step
+        return self._passes[(num_rows, use)]
+
+
+def capture(work: Callable[[], None]) -> Any:
+    """A CUDA graph of ``work``, after two warm-up runs that compile its kernels; ``work`` must be repeatable."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@torch.no_grad()
+def rope_tables(rotary: nn.Module, num_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (positions, d / 2) of a transformers rotary module, in the dtype and on the device of ``like``."""
+    positions = torch.arange(num_positions, device=like.device)[None]
+    cos, sin = rotary(like[:1, None], positions)
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def _window(layer: Any, config: Any) -> int | None:
+    """The layer's sliding window: Qwen keeps it in the layer (None where it is full), Mistral in the config."""
+    if type(layer).__name__ == "MistralDecoderLayer":
+        return getattr(config, "sliding_window", None)
+    return getattr(layer.self_attn, "sliding_window", None)
+
+
+def check_supported(model: Any) -> None:
+    """Refuse what this path would compute wrongly.
+
+    Raises:
+        KitError: naming the part that is different.
+    """
+    layers = decoder_layers(model)
+    config = model.config.get_text_config()
+    reasons = []
+    family = type(layers[0]).__name__
+    if family not in FAMILIES:
+        reasons.append(f"its layers are {family}, not one of {', '.join(FAMILIES)}")
+    else:
+        attention = layers[0].self_attn
+        if config.hidden_act != "silu":
+            reasons.append(f"hidden_act is {config.hidden_act!r}, not 'silu'")
+        if attention.head_dim not in (16, 32, 64, 128, 256):
+            reasons.append(f"head_dim is {attention.head_dim}, not a power of two within 16..256")
+        rope = model.get_decoder().rotary_emb.rope_type
+        if rope not in STATIC_ROPE:
+            reasons.append(f"rope_type is {rope!r}, which depends on the length")
+        if layers[0].mlp.down_proj.bias is not None or layers[0].mlp.gate_proj.bias is not None:
+            reasons.append("its feed-forward has biases")
+        if not all(isinstance(part, nn.Linear) for part in (attention.q_proj, layers[0].mlp.gate_proj)):
+            reasons.append("its projections are not plain nn.Linear (quantised?)")
+    if model.get_output_embeddings().bias is not None:
+        reasons.append("its head has a bias")
+    if reasons:
+        raise KitError(
+            f"the fused path does not run {type(model).__name__}: {'; '.join(reasons)}; use the portable one"
+        )

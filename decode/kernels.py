@@ -1,0 +1,155 @@
+"""Triton kernels of the fused target: norm, rotary positions with cache write, SwiGLU, matrix-vector
+product, commit.
+
+Every kernel has a torch reference in `fused_ops`, which also decides which of the two runs. Lengths and
+positions are read from device memory, so a captured CUDA graph stays valid while the context grows.
+
+Shape legend: R rows (tree nodes, padded), D hidden size, H query heads, G key-value heads, d head dimension,
+F feed-forward width, C cache slots.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    residual, delta, weight, out, tap, eps, width, tap_stride, HAS_DELTA: tl.constexpr, HAS_TAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """residual += delta; out = rmsnorm(residual) * weight; tap = residual. One program a row."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    states = tl.load(residual + row * width + column, mask=inside, other=0.0)
+    if HAS_DELTA:
+        added = states.to(tl.float32) + tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        states = added.to(residual.dtype.element_ty)
+        tl.store(residual + row * width + column, states, mask=inside)
+    if HAS_TAP:
+        tl.store(tap + row * tap_stride + column, states, mask=inside)
+    wide = states.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    scaled = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (scaled * gain).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv, queries, cache, q_weight, k_weight, cos, sin, depths, length, eps,
+    qkv_row_stride, qkv_layer_stride, cache_layer_stride, cache_value_stride, cache_head_stride,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate queries and keys; queries go to ``queries``, keys and values to cache slots length +
+    row.
+
+    Grid: rows, blocks of HEADS heads, layers (more than one layer only for the drafter's context pass).
+    """
+    row, layer = tl.program_id(0), tl.program_id(2)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    held = tl.load(length)
+    position = held + tl.load(depths + row)
+    dtype = cache.dtype.element_ty
+    is_query, is_value = head < NUM_Q, head >= NUM_Q + NUM_KV
+    inside = head < NUM_Q + 2 * NUM_KV
+    source = qkv + layer * qkv_layer_stride + row * qkv_row_stride + head * (2 * HALF) + dim
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    normed_left, normed_right = left, right
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / (2 * HALF) + eps)[:, None]
+        k_row = k_weight + layer * (2 * HALF) + dim
+        k_left, k_right = tl.load(k_row).to(tl.float32), tl.load(k_row + HALF).to(tl.float32)
+        if NUM_Q > 0:
+            q_left, q_right = tl.load(q_weight + dim).to(tl.float32), tl.load(q_weight + HALF + dim).to(tl.float32)
+            gain_left, gain_right = tl.where(is_query, q_left, k_left), tl.where(is_query, q_right, k_right)
+        else:
+            gain_left, gain_right = k_left, k_right
+        normed_left = ((left * scale).to(dtype).to(tl.float32) * gain_left).to(dtype).to(tl.float32)
+        normed_right = ((right * scale).to(dtype).to(tl.float32) * gain_right).to(dtype).to(tl.float32)
+    table = position * HALF + dim
+    cosine, sine = tl.load(cos + table).to(tl.float32), tl.load(sin + table).to(tl.float32)
+    out_left = tl.where(is_value, left, normed_left * cosine - normed_right * sine).to(dtype)
+    out_right = tl.where(is_value, right, normed_right * cosine + normed_left * sine).to(dtype)
+    if NUM_Q > 0:
+        to_query = queries + (row * NUM_Q + head) * (2 * HALF) + dim
+        tl.store(to_query, out_left, mask=is_query)
+        tl.store(to_query + HALF, out_right, mask=is_query)
+    kv_head = tl.where(is_value, head - NUM_Q - NUM_KV, head - NUM_Q)
+    slot = cache + layer * cache_layer_stride + kv_head.to(tl.int64) * cache_head_stride
+    slot += tl.where(is_value, cache_value_stride, 0) + (held + row) * (2 * HALF) + dim
+    tl.store(slot, out_left, mask=inside & ~is_query)
+    tl.store(slot + HALF, out_right, mask=inside & ~is_query)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    """out = silu(gate) * up for rows of [gate, up]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row * width + column, (activated * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def gemv_kernel(
+    x, weight, bias, out, width_in, width_out, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """out = weight @ x for one vector x; with SWIGLU, ``weight`` is [gate; up] and out = silu(gate x) * (up x)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = row[:, None] < width_out
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    total_up = tl.zeros((ROWS, BLOCK), tl.float32)
+    start_row = row.to(tl.int64)[:, None] * width_in
+    for start in range(0, width_in, BLOCK):
+        at = start + column
+        if EVEN:
+            vector = tl.load(x + at).to(tl.float32)[None, :]
+            total += tl.load(weight + start_row + at[None, :], mask=inside, other=0.0).to(tl.float32) * vector
+        else:
+            held = at < width_in
+            vector = tl.load(x + at, mask=held, other=0.0).to(tl.float32)[None, :]
+            tile = tl.load(weight + start_row + at[None, :], mask=inside & held[None, :], other=0.0)
+            total += tile.to(tl.float32) * vector
+        if SWIGLU:
+            up_row = weight + width_out.to(tl.int64) * width_in + start_row + at[None, :]
+            if EVEN:
+                total_up += tl.load(up_row, mask=inside, other=0.0).to(tl.float32) * vector
+            else:
+                total_up += tl.load(up_row, mask=inside & (at < width_in)[None, :], other=0.0).to(tl.float32) * vector
+    dtype = out.dtype.element_ty
+    result = tl.sum(total, axis=1)
+    if SWIGLU:
+        gate = result.to(dtype).to(tl.float32)
+        up = tl.sum(total_up, axis=1).to(dtype).to(tl.float32)
+        result = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=row < width_out, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(dtype), mask=row < width_out)
+
+
+@triton.jit
+def commit_kernel(cache, path, num_accepted, length, head_stride, DIM: tl.constexpr, SLOTS: tl.constexpr):
+    """Move the accepted rows (cache slots length + path[j]) to slots length + j. One program a layer, K or
+    V, head.
+
+    All rows are read before any is written, so the move may overlap itself.
+    """
+    base = cache + tl.program_id(0).to(tl.int64) * head_stride
+    index = tl.arange(0, SLOTS)
+    dim = tl.arange(0, DIM)[None, :]
+    held, accepted = tl.load(length), tl.load(num_accepted)
+    moved = (index <= accepted)[:, None]
+    source = tl.load(path + index, mask=index <= accepted, other=0)
+    rows = tl.load(base + (held + source)[:, None] * DIM + dim, mask=moved, other=0.0)
+    tl.debug_barrier()
+    tl.store(base + (held + index)[:, None] * DIM + dim, rows, mask=moved)
