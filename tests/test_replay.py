@@ -1,17 +1,19 @@
-"""Replay equals a naive round-by-round simulation, at every budget in one pass."""
+"""Replay equals live decoding and a naive simulation round by round, at every budget in one pass."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from drafting import MASK, decode_once, make_engine, record_row, tiny_drafter, train_briefly
 from torch import Tensor
 
+from decode.engine import Generation, Method
 from dflash_kit.acceptance import RoundLog, summarise
 from dflash_kit.drafter import Drafter
-from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.replay import replay, replay_row, response_spans
 from dflash_kit.shards import Row
-from dflash_kit.target import TargetSpec
+from dflash_kit.target import load_target
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import build_tree, chain_tree
 
@@ -19,35 +21,16 @@ BUDGETS = [1, 2, 5, 16, 64]
 EOS = 258
 
 
-def tiny_drafter(target: Path, *, block_size: int = 8, seed: int = 0) -> tuple[Drafter, TargetEnds]:
-    """A random drafter with one sliding and one full layer, whose window is shorter than the rows."""
-    config = DrafterConfig.from_target(
-        TargetSpec.from_pretrained(target),
-        mask_token_id=259,
-        num_hidden_layers=2,
-        num_sliding_layers=1,
-        sliding_window=max(12, block_size),
-        block_size=block_size,
-        num_taps=2,
-    )
-    torch.manual_seed(seed)
-    drafter = Drafter(config).eval().requires_grad_(False)
-    drafter.norm.weight *= 6  # sharp distributions, as a trained drafter has: trees grow deep as well as wide
-    return drafter, TargetEnds.from_pretrained(target)
-
-
 def draft(drafter: Drafter, ends: TargetEnds, row: Row, anchor: int) -> Tensor:
     """(M, V) logits of one block, drafted alone and without a cache."""
-    block = torch.tensor([[int(row.token_ids()[anchor])] + [259] * (drafter.config.block_size - 1)])
+    block = torch.tensor([[int(row.token_ids()[anchor])] + [MASK] * (drafter.config.block_size - 1)])
     positions = torch.arange(anchor + drafter.config.block_size)[None]
     with torch.no_grad():
         hidden = drafter(ends.embed(block), row.hidden_states[None, :anchor], positions)
     return ends.logits(hidden)[0, 1:]
 
 
-def likely_row(
-    drafter: Drafter, ends: TargetEnds, *, prompt: int, response: int, seed: int, eos: bool
-) -> Row:
+def likely_row(drafter: Drafter, ends: TargetEnds, *, prompt: int, response: int, seed: int, eos: bool) -> Row:
     """A row whose response is often, but not always, what the drafter says: every depth of the tree is met.
 
     The next tokens are a path of the drafter's own tree at a random node, then a random token.
@@ -171,3 +154,40 @@ def test_bad_budget_is_refused(tiny_target: Path) -> None:
     row = likely_row(drafter, ends, prompt=5, response=6, seed=0, eos=True)
     with pytest.raises(ValueError, match="at least 1"):
         replay_row(drafter, ends, row, [0, 4])
+
+
+def live_rounds(
+    model: Any, drafter: Drafter, prompt: list[int], limit: int, eos: tuple[int, ...]
+) -> dict[tuple[str, int], Generation]:
+    """Tokens and rounds of live greedy decoding by every method that replay answers for."""
+    engine = make_engine(model, drafter, eos=eos)
+    prefix = engine.prefill(prompt, limit, max(BUDGETS))
+    wanted = [("chain", drafter.config.num_draft_tokens), *(("ddtree", b) for b in BUDGETS)]
+    return {method: engine.decode(prefix, Method(*method)) for method in wanted}
+
+
+def test_equals_live_decoding_round_for_round(tiny_target: Path) -> None:
+    model = load_target(tiny_target)
+    untrained, ends = tiny_drafter(tiny_target)
+    prompts = [list(range(s, s + 9)) for s in range(0, 200, 35)]
+    trained, _ = tiny_drafter(tiny_target, sharpness=1.0)
+    rows = []
+    for prompt in prompts:
+        answer = make_engine(model, None)
+        rows.append(record_row(model, trained, prompt, decode_once(answer, prompt, "ar", 0, 48).token_ids))
+    train_briefly(trained, ends, rows[::2], steps=60)
+    seen, cuts = set(), set()
+    for drafter in (untrained, trained):
+        for i, prompt in enumerate(prompts):
+            said = rows[i].token_ids()[len(prompt) :].tolist()
+            eos = (said[30],) if i % 2 == 0 else ()
+            live = live_rounds(model, drafter, prompt, 48, eos)
+            row = record_row(model, drafter, prompt, live["chain", 7].token_ids)
+            replayed = replay_row(drafter, ends, row, BUDGETS, eos_token_ids=eos)
+            for method, generation in live.items():
+                log = replayed[method][0]
+                assert (log.num_accepted, log.cut) == (generation.log.num_accepted, generation.log.cut), method
+                seen.update(log.num_accepted)
+                cuts.add(log.cut)
+    assert seen >= {0, 1, 2, 3, 7}
+    assert cuts == {None, "eos", "length"}

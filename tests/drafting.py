@@ -1,0 +1,120 @@
+"""What the decoding tests share: drafters that accept something, recorded rows, and engines."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decode.engine import Engine, Generation, Method
+from decode.target_runner import TargetRunner
+from dflash_kit.drafter import Drafter
+from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.masks import BlockLayout
+from dflash_kit.shards import Row
+from dflash_kit.target import TargetSpec
+from dflash_kit.target_ends import TargetEnds
+
+MASK = 259
+"""A reserved token of the tiny target."""
+
+
+def tiny_drafter(
+    target: Path, *, block_size: int = 8, seed: int = 0, sharpness: float = 6.0
+) -> tuple[Drafter, TargetEnds]:
+    """A random drafter with one sliding and one full layer, whose window is shorter than the rows.
+
+    Sharp distributions, as a trained drafter has, let trees grow deep as well as wide.
+    """
+    config = DrafterConfig.from_target(
+        TargetSpec.from_pretrained(target),
+        mask_token_id=MASK,
+        num_hidden_layers=2,
+        num_sliding_layers=1,
+        sliding_window=max(12, block_size),
+        block_size=block_size,
+        num_taps=2,
+    )
+    torch.manual_seed(seed)
+    drafter = Drafter(config).eval().requires_grad_(False)
+    drafter.norm.weight *= sharpness
+    return drafter, TargetEnds.from_pretrained(target)
+
+
+def train_briefly(drafter: Drafter, ends: TargetEnds, rows: list[Row], *, steps: int, lr: float = 2e-3) -> None:
+    """Fit a drafter to a few rows, one row a step: the plain loss over all blocks, nothing of the trainer."""
+    drafter.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr)
+    block_size = drafter.config.block_size
+    offsets = torch.arange(1, block_size)
+    for step in range(steps):
+        row = rows[step % len(rows)]
+        tokens, first = row.token_ids(), int(row.loss_mask.nonzero()[0])
+        anchors = torch.arange(first, len(tokens) - 1)
+        layout = BlockLayout(
+            positions=torch.arange(len(row.input_ids)),
+            documents=torch.zeros(len(row.input_ids), dtype=torch.long),
+            anchors=anchors,
+            used=torch.ones(len(anchors), dtype=torch.bool),
+            block_size=block_size,
+        )
+        blocks = torch.full((len(anchors), block_size), drafter.config.mask_token_id)
+        blocks[:, 0] = tokens[anchors]
+        context = drafter.context(row.hidden_states[None].float(), layout.positions)
+        masks = drafter.layer_masks(layout, flex=False)
+        hidden = drafter.blocks(ends.embed(blocks.flatten()[None]), layout.slot_positions, context, masks)
+        labels = functional.pad(tokens, (0, block_size), value=-100)[anchors[:, None] + offsets]
+        logits = ends.logits(hidden[0].unflatten(0, (len(anchors), block_size))[:, 1:])
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.eval().requires_grad_(False)
+
+
+def make_engine(model: Any, drafter: Drafter | None, *, eos: tuple[int, ...] = (), max_context: int = 512) -> Engine:
+    """An engine over a loaded target."""
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    ends = TargetEnds.from_model(model) if drafter is not None else None
+    return Engine(TargetRunner(model, taps), drafter, ends, eos_token_ids=eos, max_context=max_context)
+
+
+def decode_once(engine: Engine, prompt: list[int], name: str, budget: int, limit: int, **kwargs: Any) -> Generation:
+    """Prefill and decode once."""
+    return engine.decode(engine.prefill(prompt, limit, budget), Method(name, budget), **kwargs)
+
+
+@torch.no_grad()
+def record_row(model: Any, drafter: Drafter, prompt: list[int], response: list[int], row_id: str = "") -> Row:
+    """The row that extraction would write: taps of one pass of transformers over prompt and response."""
+    ids = torch.tensor(prompt + response[:-1])
+    states = model(ids[None], output_hidden_states=True).hidden_states
+    taps = torch.cat([states[i + 1][0] for i in drafter.config.target_layer_ids], dim=-1)
+    return Row(
+        id=row_id,
+        input_ids=ids.int(),
+        loss_mask=torch.arange(len(ids)) >= len(prompt),
+        hidden_states=taps,
+        next_token=response[-1],
+    )
+
+
+class OracleEngine(Engine):
+    """Drafts the known response, each token wrong with some probability; all else is the real loop."""
+
+    def __init__(self, *args: Any, script: list[int], error_rate: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.script, self.error_rate = script, error_rate
+        self.noise = torch.Generator().manual_seed(0)
+
+    def _draft(self, anchor: int) -> Tensor:
+        assert self.drafter is not None
+        at, depth = self.target.num_committed, self.drafter.config.num_draft_tokens
+        logits = torch.randn(depth, self.drafter.config.vocab_size, generator=self.noise)
+        for k, token in enumerate(self.script[at + 1 : at + 1 + depth]):
+            if torch.rand(1, generator=self.noise) > self.error_rate:
+                # Not always the likeliest: then only a tree finds it.
+                certain = self.error_rate == 0.0
+                logits[k, token] += 12.0 if certain else 6.0 * torch.rand(1, generator=self.noise).item() + 2.0
+        return logits
