@@ -180,7 +180,7 @@ def test_equals_live_decoding_round_for_round(tiny_target: Path) -> None:
     for drafter in (untrained, trained):
         for i, prompt in enumerate(prompts):
             said = rows[i].token_ids()[len(prompt) :].tolist()
-            eos = (said[30],) if i % 2 == 0 else ()
+            eos = (said[24],) if i % 2 == 0 else ()
             live = live_rounds(model, drafter, prompt, 48, eos)
             row = record_row(model, drafter, prompt, live["chain", 7].token_ids)
             replayed = replay_row(drafter, ends, row, BUDGETS, eos_token_ids=eos)
@@ -189,5 +189,6 @@ def test_equals_live_decoding_round_for_round(tiny_target: Path) -> None:
                 assert (log.num_accepted, log.cut) == (generation.log.num_accepted, generation.log.cut), method
                 seen.update(log.num_accepted)
                 cuts.add(log.cut)
-    assert seen >= {0, 1, 2, 3, 7}
+    assert seen >= {0, 1, 2, 3}
+    assert max(seen) >= 5
     assert cuts == {None, "eos", "length"}

@@ -1,0 +1,67 @@
+"""Verify a tree over Gated DeltaNet layers in one pass, without a recurrent state per node.
+
+A sequence obeys S ← e^g S, u = β (v − Sᵀk), S ← S + k uᵀ, o = Sᵀq. Along a path of the tree, with G the decay
+summed from the root and S₀ the committed state, that unrolls to
+
+    u_i = β_i (v_i − e^{G_i} S₀ᵀk_i − Σ_{j ancestor of i} e^{G_i − G_j} (k_j·k_i) u_j)
+    o_i = e^{G_i} S₀ᵀq_i + Σ_{j ancestor of i, or i} e^{G_i − G_j} (k_j·q_i) u_j
+    S_i = e^{G_i} S₀ + Σ_{j ancestor of i, or i} e^{G_i − G_j} k_j u_jᵀ
+
+The first line is a unit lower triangular system in u, since parents come before their children.
+
+Shape legend: N nodes, H value heads, Dk key width, Dv value width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dflash_kit.tree import ancestor_mask
+
+
+def tree_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, parents: Tensor
+) -> tuple[Tensor, Callable[[int], Tensor]]:
+    """Outputs of every node given its own path, and the state after any node.
+
+    Args:
+        q: (N, H, Dk) queries, normalised and scaled.
+        k: (N, H, Dk) keys, normalised.
+        v: (N, H, Dv) values.
+        g: (N, H) logarithm of each node's decay, at most 0.
+        beta: (N, H) write strengths.
+        state: (H, Dk, Dv) committed state; only read.
+        parents: (N,) number of each node's parent, -1 where that is the committed state. Parents come first.
+
+    Returns:
+        Outputs (N, H, Dv) in the dtype of ``v``, and ``commit``: ``commit(i)`` is the state (H, Dk, Dv) after
+        node i in the dtype of ``state``, ``commit(-1)`` a copy of the committed one.
+
+    Raises:
+        ValueError: a parent that does not come before its child.
+    """
+    order = torch.arange(parents.numel(), device=parents.device)
+    if bool((parents >= order).any()) or bool((parents < -1).any()):
+        raise ValueError(f"parents {parents.tolist()} must each lie in -1 … node - 1")
+    compute = torch.promote_types(state.dtype, torch.float32)
+    q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
+    start = state.to(compute)
+    on_path = ancestor_mask(parents + 1)[1:, 1:]  # (N, N): node i, or an ancestor of it
+    summed = g @ on_path.to(compute).T  # (H, N): G
+    # Masked before the exponential: between branches G_i - G_j may be large, and infinity times 0 is no
+    # number.
+    decay = (summed[:, :, None] - summed[:, None, :]).masked_fill(~on_path, float("-inf")).exp()
+    shrink = summed.exp()[..., None]
+    system = beta[..., None] * decay * (k @ k.transpose(1, 2))  # its diagonal is not read
+    right = beta[..., None] * (values - shrink * (k @ start))
+    updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    outputs = shrink * (q @ start) + (decay * (q @ k.transpose(1, 2))) @ updates
+
+    def commit(node: int) -> Tensor:
+        if node < 0:
+            return state.clone()
+        written = (k * decay[:, node, :, None]).transpose(1, 2) @ updates
+        return (shrink[:, node, :, None] * start + written).to(state.dtype)
+
+    return outputs.transpose(0, 1).to(v.dtype), commit
