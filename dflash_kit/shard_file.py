@@ -111,9 +111,7 @@ class ShardFile:
             self._reader = pa.ipc.open_file(self._buffer)
             self.header = _header_of(self._reader.schema)
         except (*PARSE_FAULTS, KitError) as error:
-            raise KitError(
-                f"shard {path} cannot be read: {error}; restore it or extract into a new folder"
-            ) from error
+            raise KitError(f"shard {path} cannot be read: {error}; restore it or extract into a new folder") from error
 
     @property
     def num_rows(self) -> int:

@@ -80,15 +80,11 @@ class ShardsHeader:
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
-            raise KitError(
-                f"shards have format version {self.format_version}; this program reads {FORMAT_VERSION}"
-            )
+            raise KitError(f"shards have format version {self.format_version}; this program reads {FORMAT_VERSION}")
         if self.dtype not in STORAGE_TYPES:
             raise KitError(f"shards dtype is {self.dtype!r}; allowed: {', '.join(STORAGE_TYPES)}")
         if self.num_taps != len(self.target_layer_ids) or not self.target_layer_ids:
-            raise KitError(
-                f"num_taps is {self.num_taps} but target_layer_ids are {list(self.target_layer_ids)}"
-            )
+            raise KitError(f"num_taps is {self.num_taps} but target_layer_ids are {list(self.target_layer_ids)}")
 
     @classmethod
     def from_target(cls, spec: TargetSpec, **others: Any) -> "ShardsHeader":
@@ -115,9 +111,7 @@ class ShardsHeader:
         optional = {"format_version", "layer_id_convention", "dtype", "sampling", "checksum"}
         odd = sorted(set(values) ^ known - (optional - set(values)))
         if odd:
-            raise KitError(
-                f"shards header has unknown or missing fields {odd}; it was written by another version"
-            )
+            raise KitError(f"shards header has unknown or missing fields {odd}; it was written by another version")
         return cls(**{**values, "target_layer_ids": tuple(values["target_layer_ids"])})
 
     def to_dict(self) -> dict[str, Any]:

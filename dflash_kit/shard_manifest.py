@@ -65,9 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
         try:
             _take_line(manifest, json.loads(line), number)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise KitError(
-                f"{path} line {number} is damaged ({error}); restore the manifest from a copy"
-            ) from error
+            raise KitError(f"{path} line {number} is damaged ({error}); restore the manifest from a copy") from error
     return manifest
 
 

@@ -61,9 +61,7 @@ def verify_shards(folder: str | Path) -> ShardsReport:
         except KitError as error:
             report.problems.append(f"{entry.file}: {error}")
     listed = {entry.file for entry in manifest.shards}
-    report.notes += [
-        f"{p.name}: not in the manifest" for p in sorted(folder.glob(SHARD_GLOB)) if p.name not in listed
-    ]
+    report.notes += [f"{p.name}: not in the manifest" for p in sorted(folder.glob(SHARD_GLOB)) if p.name not in listed]
     report.notes += [f"{p.name}: unfinished" for p in sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))]
     return report
 
@@ -74,8 +72,7 @@ def _verify_shard(path: Path, entry: ShardEntry, header: ShardsHeader) -> None:
     shard.header.require_compatible(header, "its schema")
     if (shard.num_rows, shard.num_bytes) != (entry.rows, entry.bytes):
         raise KitError(
-            f"{shard.num_rows} rows and {shard.num_bytes} bytes; "
-            f"the manifest says {entry.rows} and {entry.bytes}"
+            f"{shard.num_rows} rows and {shard.num_bytes} bytes; the manifest says {entry.rows} and {entry.bytes}"
         )
     for index in range(shard.num_rows):
         row, checksum = shard.row(index)

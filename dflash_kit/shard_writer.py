@@ -214,9 +214,7 @@ def inspect_folder(folder: Path, header: ShardsHeader) -> Manifest:
     manifest = read_manifest(folder)
     if manifest.header is None:
         if orphans(folder, manifest):
-            raise KitError(
-                f"{folder} holds shards but its manifest has no header; restore it or name a new folder"
-            )
+            raise KitError(f"{folder} holds shards but its manifest has no header; restore it or name a new folder")
         return manifest
     manifest.header.require_compatible(header, f"cannot add to {folder}")
     for entry in manifest.shards:

@@ -55,9 +55,7 @@ class Shards(Sequence[Row]):
         self._check = check
         manifest = read_manifest(self.folder)
         if manifest.header is None:
-            raise KitError(
-                f"{self.folder} has a manifest without a header; its extraction never began: extract again"
-            )
+            raise KitError(f"{self.folder} has a manifest without a header; its extraction never began: extract again")
         self.header: ShardsHeader = manifest.header
         self.summary: dict[str, Any] | None = manifest.summary
         """Summary of the last run that completed, None when none did."""
@@ -109,9 +107,7 @@ class Shards(Sequence[Row]):
             file = ShardFile(self.folder / entry.file)
             file.header.require_compatible(self.header, f"shard {file.path}")
             if (file.num_rows, file.num_bytes) != (entry.rows, entry.bytes):
-                raise KitError(
-                    f"shard {file.path} does not match the manifest; it was changed after it was written"
-                )
+                raise KitError(f"shard {file.path} does not match the manifest; it was changed after it was written")
             self._files[shard_index] = file
         self._files.move_to_end(shard_index)
         if len(self._files) > MAX_OPEN_FILES:
@@ -120,15 +116,12 @@ class Shards(Sequence[Row]):
 
     def _verify(self, row: Row, checksum: int, position: int, path: Path) -> None:
         if row.id != self.ids[position] or len(row.input_ids) != self.lengths[position]:
-            raise KitError(
-                f"shard {path} holds row {row.id!r} where the manifest lists {self.ids[position]!r}"
-            )
+            raise KitError(f"shard {path} holds row {row.id!r} where the manifest lists {self.ids[position]!r}")
         if not self._check or position in self._checked:
             return
         if row_checksum(self.header.checksum, row) != checksum:
             raise KitError(
-                f"shard {path} is damaged: row {row.id} does not match its checksum; "
-                "restore the file or extract again"
+                f"shard {path} is damaged: row {row.id} does not match its checksum; restore the file or extract again"
             )
         self._checked.add(position)
 

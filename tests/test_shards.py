@@ -77,9 +77,7 @@ def test_every_bfloat16_pattern_survives_bit_for_bit(tmp_path):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     states = bits[bits.view(torch.bfloat16).isfinite()].view(torch.bfloat16)
     states = states[: len(states) // (3 * D) * 3 * D].view(-1, 3 * D)
-    states = states[
-        (states.view(-1, 3, D).amin(-1) != states.view(-1, 3, D).amax(-1)).all(-1)
-    ]  # ±0 in one tap
+    states = states[(states.view(-1, 3, D).amin(-1) != states.view(-1, 3, D).amax(-1)).all(-1)]  # ±0 in one tap
     num_tokens = len(states)
     row = Row(
         id="bits",
@@ -207,9 +205,7 @@ def test_equal_tokens_may_have_equal_states(tmp_path):
 def test_ids_outside_the_vocabulary_and_wrong_masks_are_refused(tmp_path):
     refused(replace(make_row(1), input_ids=torch.tensor([0, 1, 2, VOCAB])), tmp_path, "row1", "0..99")
     (tmp_path / "s" / "shard-00000.arrow").unlink(), (tmp_path / "s" / "manifest.jsonl").unlink()
-    refused(
-        replace(make_row(1), loss_mask=torch.ones(3, dtype=torch.bool)), tmp_path, "row1", "3 entries for 4"
-    )
+    refused(replace(make_row(1), loss_mask=torch.ones(3, dtype=torch.bool)), tmp_path, "row1", "3 entries for 4")
 
 
 def test_a_second_row_with_the_same_id_is_refused(tmp_path):
@@ -403,17 +399,14 @@ def test_any_flipped_bit_is_found(tmp_path):
         data = bytearray(sound)
         data[position] ^= 1 << (position % 8)
         path.write_bytes(data)
-        assert any("shard-00000.arrow" in problem for problem in verify_shards(tmp_path / "s").problems), (
-            position
-        )
+        assert any("shard-00000.arrow" in problem for problem in verify_shards(tmp_path / "s").problems), position
         try:
             rows = list(open_shards(tmp_path / "s"))
         except KitError as error:
             refused_reads += "shard-00000.arrow" in str(error)
         else:
             assert all(
-                torch.equal(row.hidden_states, make_row(i).hidden_states.bfloat16())
-                for i, row in enumerate(rows)
+                torch.equal(row.hidden_states, make_row(i).hidden_states.bfloat16()) for i, row in enumerate(rows)
             )
     assert refused_reads > 10
     path.write_bytes(sound)

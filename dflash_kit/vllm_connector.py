@@ -1,0 +1,323 @@
+"""A vLLM KV connector that hands tapped hidden states straight to a shard writer inside the worker.
+
+vLLM's ``extract_hidden_states`` method stores the taps of every token in a paged cache group. When a
+request finishes, its scheduler-side connector notes which blocks hold it; with the next step the
+worker-side connector gathers them, copies them to the host beside the running model, and queues the row for
+the writer thread. No file per request, no second pass. Loaded by name:
+``kv_connector_module_path="dflash_kit.vllm_connector"``, class ``ShardConnector``; the driver talks to the
+writer through ``worker_extension_cls`` ``WriterAccess``.
+
+A request becomes a row when its ``kv_transfer_params`` hold ``sample_id``. With ``include_output_tokens``
+the row is the prompt and the response (whose last token has no states and becomes ``next_token``), else the
+prompt, supervised where ``loss_spans`` say. vLLM counts layers from the embeddings: its id k + 1 is our tap
+k.
+
+Written for vLLM 0.26 (CUDA) and 0.32 (CPU), which differ in the layout of the cache. Shape legend: N blocks
+of the cache, S tokens per block, K taps, D hidden size, T tokens.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend, CacheOnlyAttentionLayer
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+from dflash_kit.errors import KitError
+from dflash_kit.shard_format import NO_NEXT_TOKEN, STORAGE_TYPES, Row, ShardsHeader
+from dflash_kit.shard_sink import PendingRow, ShardSink
+from dflash_kit.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# Ways to finish with a complete response; aborted, ignored and failed requests leave no row.
+COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+# 0.26 keeps a block's tokens in front of its taps (N, S, K, D), 0.32 behind them (N, K, S, D).
+TOKENS_BEFORE_TAPS = "get_kv_cache_shape" in vars(CacheOnlyAttentionBackend)
+
+
+@dataclass(slots=True)
+class FinishedRequest:
+    """What the scheduler knows of a request whose states are to be captured."""
+
+    request_id: str
+    sample_id: str
+    token_ids: list[int]
+    """Tokens that have states."""
+    next_token: int
+    """The response's last token, which has none; -1 when the response was given."""
+    loss_spans: list[list[int]]
+    """Supervised token ranges [start, end)."""
+    block_ids: list[int]
+    """Blocks of the hidden-states group, in order."""
+
+
+@dataclass
+class FinishedRequests(KVConnectorMetadata):
+    """From the scheduler to the workers, with one step."""
+
+    requests: list[FinishedRequest] = field(default_factory=list)
+
+
+class ShardConnector(KVConnectorBase_V1, SupportsHMA):
+    """Store-only connector; see the module's docstring."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._group_id, self._block_size = _hidden_states_group(kv_cache_config)
+        # Scheduler side
+        self._finished: list[FinishedRequest] = []
+        # Worker side
+        self._cache_NSKD: Tensor | None = None
+        self._sink: ShardSink | None = None
+        self._error: str | None = None
+        self._dtype = torch.bfloat16
+        self._copy_stream: Any = None
+        self._copies: dict[str, Callable[[], bool]] = {}
+
+    # Scheduler side
+
+    def get_finished_count(self) -> int:
+        """Rank 0 alone reports a finished copy; waiting for every rank would leak the blocks."""
+        return 1
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """All taps of a token side by side in memory."""
+        return "NHD" if TOKENS_BEFORE_TAPS else "LBNHC"
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """The hidden-states cache must not be merged with the target's (asked by 0.26)."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        """Nothing is ever loaded."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Nothing is ever loaded."""
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> FinishedRequests:
+        """Hand the requests that finished since the last step to the workers."""
+        requests, self._finished = self._finished, []
+        return FinishedRequests(requests)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the request's blocks until its states are copied, if it is one of ours and complete."""
+        blocks = block_ids[self._group_id] if self._group_id < len(block_ids) else []
+        return self.request_finished(request, blocks)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, for the blocks of the hidden-states group."""
+        params = request.kv_transfer_params or {}
+        if "sample_id" not in params or request.status.name not in COMPLETE or not block_ids:
+            return False, None
+        self._finished.append(_finished_request(request, params, list(block_ids)))
+        return True, None
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Find the cache of hidden states and open the shards, on rank 0 only."""
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        if len(layers) != 1:
+            raise RuntimeError(f"expected one layer that caches hidden states, found {list(layers)}")
+        cache = kv_caches[next(iter(layers))]
+        self._cache_NSKD = cache if TOKENS_BEFORE_TAPS else cache.transpose(1, 2)
+        self._open_sink()
+        header = self._header
+        expected = (self._block_size, header.num_taps, header.hidden_size)
+        if tuple(self._cache_NSKD.shape[1:]) != expected:
+            raise RuntimeError(f"hidden-states cache has blocks {self._cache_NSKD.shape[1:]}, not {expected}")
+        if self._cache_NSKD.is_cuda:
+            self._copy_stream = torch.cuda.Stream()
+
+    def _open_sink(self) -> None:
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._header = ShardsHeader.from_dict(extra["header"])
+        self._dtype = STORAGE_TYPES[self._header.dtype][1]
+        try:
+            writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
+            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"])
+        except KitError as error:  # reaches the driver with its first status call
+            self._error = str(error)
+        _end_with(extra["driver_pid"], self.shutdown)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is ever loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is ever loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """The states are in the cache already; whole requests are copied in ``get_finished``."""
+
+    def wait_for_save(self) -> None:
+        """Copies run beside the next steps; their blocks are held until ``get_finished`` reports them."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Start the copies of newly finished requests; report those whose copy is complete."""
+        if self._cache_NSKD is None:
+            return None, None
+        metadata = self._connector_metadata
+        for request in metadata.requests if isinstance(metadata, FinishedRequests) else []:
+            self._copies[request.request_id] = self._capture(request)
+        done = {request_id for request_id, is_done in self._copies.items() if is_done()}
+        for request_id in done:
+            del self._copies[request_id]
+        return done or None, None
+
+    def _capture(self, request: FinishedRequest) -> Callable[[], bool]:
+        """Queue the request's row; returns a test for "its blocks may be reused"."""
+        if self._sink is None:
+            return lambda: True
+        states_TF, is_done, wait = self._copy_out(request.block_ids, len(request.token_ids))
+        mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
+        for start, end in request.loss_spans:
+            mask[start:end] = True
+        row = Row(
+            id=request.sample_id,
+            input_ids=torch.tensor(request.token_ids, dtype=torch.int32),
+            loss_mask=mask,
+            hidden_states=states_TF,
+            next_token=request.next_token,
+        )
+        self._sink.submit(PendingRow(row, states_TF.nbytes, wait))
+        return is_done
+
+    def _copy_out(
+        self, block_ids: list[int], num_tokens: int
+    ) -> tuple[Tensor, Callable[[], bool], Callable[[], object] | None]:
+        """Gather a request's states, round them to the stored dtype and bring them to the host.
+
+        Returns:
+            (T, K * D) host tensor, a test for the copy's completion, and what waits for it (None: complete).
+        """
+        assert self._cache_NSKD is not None
+        if self._copy_stream is None:
+            return self._gather(block_ids, num_tokens), lambda: True, None
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            states_TF = self._gather(block_ids, num_tokens)
+            host_TF = torch.empty_like(states_TF, device="cpu", pin_memory=True)
+            host_TF.copy_(states_TF, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._copy_stream)
+        return host_TF, event.query, event.synchronize
+
+    def _gather(self, block_ids: list[int], num_tokens: int) -> Tensor:
+        assert self._cache_NSKD is not None
+        index = torch.tensor(block_ids, dtype=torch.int64)
+        if self._copy_stream is not None:
+            index = index.pin_memory().to(self._cache_NSKD.device, non_blocking=True)
+        blocks_NSKD = self._cache_NSKD.index_select(0, index)
+        states_TF = blocks_NSKD.flatten(0, 1)[:num_tokens].flatten(1)
+        return states_TF.to(self._dtype).contiguous()
+
+    def status(self) -> dict[str, Any] | None:
+        """The sink's status; None on ranks that do not write."""
+        if self._sink is not None:
+            return self._sink.status()
+        return {"accepted": [], "error": self._error, "bytes": 0, "pending_bytes": 0} if self._error else None
+
+    def finish(self, summary: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Finish the shards; returns the last status."""
+        if self._sink is None:
+            return self.status()
+        sink, self._sink = self._sink, None
+        return sink.finish(summary)
+
+    def shutdown(self) -> None:
+        """Finish the shards when the engine goes down in order."""
+        self.finish(None)
+
+
+class WriterAccess:
+    """Mixed into vLLM's worker class, so that the driver can ask for the writer's state by ``collective_rpc``."""
+
+    def shard_writer_status(self) -> dict[str, Any] | None:
+        """See ``ShardConnector.status``."""
+        return get_kv_transfer_group().status()
+
+    def skip_draft_tokens(self) -> None:
+        """Verify no draft tokens (for an engine without asynchronous scheduling).
+
+        The extraction method "drafts" each sampled token once more, so that every decoding step runs two
+        tokens a request. That is free where a step is bound by reading weights, and doubles the work on a
+        CPU.
+        """
+        self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
+
+    def shard_writer_finish(self, summary: dict[str, Any] | None) -> dict[str, Any] | None:
+        """See ``ShardConnector.finish``."""
+        return get_kv_transfer_group().finish(summary)
+
+
+def _end_with(pid: int, finish: Callable[[], None]) -> None:
+    """End this worker when the driver is gone: a killed driver must not leave an engine that holds the folder."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # an old kernel, or a driver on another host
+        return
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        finish()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
+
+
+def _hidden_states_group(kv_cache_config: "KVCacheConfig") -> tuple[int, int]:
+    """Index and block size of the cache group that holds hidden states.
+
+    Hybrid targets have a group of their own for it; elsewhere one group may hold it beside the target's
+    layers.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+    if not found and len(groups) == 1:
+        found = [0]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} of {len(groups)} cache groups hold hidden states; exactly one must")
+    return found[0], groups[found[0]].kv_cache_spec.block_size
+
+
+def _finished_request(request: "Request", params: dict[str, Any], block_ids: list[int]) -> FinishedRequest:
+    prompt = list(request.prompt_token_ids)
+    if params.get("include_output_tokens"):
+        *token_ids, next_token = request.all_token_ids
+        spans = [[len(prompt), len(token_ids)]]
+    else:
+        token_ids, next_token, spans = prompt, NO_NEXT_TOKEN, params["loss_spans"]
+    return FinishedRequest(
+        request_id=request.request_id,
+        sample_id=params["sample_id"],
+        token_ids=list(token_ids),
+        next_token=int(next_token),
+        loss_spans=spans,
+        block_ids=block_ids,
+    )

