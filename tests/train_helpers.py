@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,10 @@ def small_run(shards: Path, out: Path, **changes: Any) -> list[str]:
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
     return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def launched_environment(**extra: str) -> dict[str, str]:
+    """Environment of a launched command: one thread, and nothing of a launcher that this process may run under."""
+    launcher = ("ACCELERATE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    return kept | {"OMP_NUM_THREADS": "1"} | extra

@@ -4,10 +4,12 @@ import logging
 import os
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
 from dflash_kit.config import parse_config
+from dflash_kit.errors import KitError
 
 from .settings import (
     DataSettings,
@@ -17,6 +19,11 @@ from .settings import (
     ReplaySettings,
     TrainConfig,
 )
+
+if TYPE_CHECKING:
+    from .job import Job
+    from .parallel import Parallel
+    from .state import RunFolder
 
 __all__ = [
     "DataSettings",
@@ -35,11 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, build and train; returns the exit status."""
     config = parse_config("train", TrainConfig, argv, description=DESCRIPTION)
     _quieten()
-    # Imported late: --help and refused flags need neither accelerate nor DeepSpeed.
-    from .assemble import assemble
-    from .estimate import plan_lines
+    # Imported late, here and below: --help and refused flags need neither accelerate nor DeepSpeed.
     from .job import prepare
-    from .loop import resume, train
     from .parallel import Parallel
     from .state import RunFolder
 
@@ -54,19 +58,33 @@ def main(argv: list[str] | None = None) -> int:
     parallel = Parallel(
         rows_per_step=config.data.rows_per_step, clip=config.optim.clip, compute_dtype=config.compute_dtype
     )
+    status, refusal = 0, None
     try:
-        if parallel.is_main:
-            bf16 = parallel.compute_dtype == torch.bfloat16
-            for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):
-                print(line)
-            print(f"running      {parallel.description}", flush=True)
-        if config.dry_run:
-            return 0
-        trainer = assemble(job, parallel, folder)
-        resume(trainer)
-        return train(trainer, sys.argv if argv is None else argv)
-    finally:
-        parallel.close()
+        status = _run(job, parallel, folder, sys.argv if argv is None else argv)
+    except KitError as error:
+        refusal = str(error)
+    # Not in a `finally`: the traceback would still hold the model, see `Parallel.close`.
+    parallel.close()
+    if refusal is not None:
+        raise KitError(refusal)
+    return status
+
+
+def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str]) -> int:
+    from .assemble import assemble
+    from .estimate import plan_lines
+    from .loop import resume, train
+
+    if parallel.is_main:
+        bf16 = parallel.compute_dtype == torch.bfloat16
+        for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):
+            print(line)
+        print(f"running      {parallel.description}", flush=True)
+    if job.config.dry_run:
+        return 0
+    trainer = assemble(job, parallel, folder)
+    resume(trainer)
+    return train(trainer, argv)
 
 
 def _quieten() -> None:

@@ -4,6 +4,7 @@ Optimizer, schedule, clipping, accumulation and precision are this trainer's; sh
 A launcher's configuration that sets one of ours to another value is refused.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -171,7 +172,13 @@ class Parallel:
         return weights
 
     def close(self) -> None:
-        """Leave the process group, so that the interpreter ends without a complaint."""
+        """Leave the process group; call it when nothing else refers to the model.
+
+        The order matters: the model's gradient reducer must go first. If it were the last to hold the group, it would
+        wait for gloo's thread with the interpreter lock in hand, while that thread waits for the lock.
+        """
+        self.accelerator.free_memory()
+        gc.collect()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
