@@ -76,8 +76,6 @@ def make_plan(
     seen: set[str] = set()
     target = {"config": spec.config_hash, "tokenizer": spec.tokenizer_hash, "template": spec.template_hash}
     for conversation in conversations:
-        if limit is not None and len(seen) >= limit:
-            break
         plan.num_asked += 1
         sample = to_sample(
             conversation,
@@ -99,6 +97,8 @@ def make_plan(
                 plan.num_done += 1
             else:
                 plan.samples.append(sample)
+        if len(seen) == limit:
+            break
     return plan
 
 

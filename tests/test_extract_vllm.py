@@ -1,0 +1,202 @@
+"""Extraction by a real vLLM engine from real weights: one engine for the capture tests, two for the kill test."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_shards
+from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
+from extract import vllm_capture
+from extract.capture import Job
+from extract.plan import make_plan
+from extract.prompts import Conversation
+from helpers import REPO, requires_vllm
+
+pytestmark = [requires_vllm, pytest.mark.slow]
+
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 12, "seed": 0, "template_args": {}}
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "counted",
+    "seven",
+    "green",
+    "apples",
+    "before",
+    "noon",
+    "while",
+    "it",
+    "rained",
+    "in",
+    "Paris",
+]
+
+
+def make_conversations() -> list[Conversation]:
+    """Forty conversations of very different lengths; every third has a response, and so finishes at once."""
+    draw = random.Random(0)
+    conversations = []
+    for index in range(40):
+        text = f"{index}: " + " ".join(draw.choices(WORDS, k=draw.choice([3, 10, 40, 120])))
+        messages = [{"role": "user", "content": text}]
+        if index % 3 == 2:
+            messages.append({"role": "assistant", "content": " ".join(draw.choices(WORDS, k=9))})
+        conversations.append(Conversation(source=f"p:{index + 1}", messages=messages))
+    return conversations
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """What the capture sets for vLLM's processes must not reach the other tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def capture(smollm2, environment, tmp_path_factory):
+    """Forty samples captured in batches of eight, and the first six again, one by one, by the same engine."""
+    spec, tokenizer = TargetSpec.from_pretrained(smollm2), load_tokenizer(smollm2)
+    header = ShardsHeader.from_target(
+        spec,
+        target_layer_ids=tap_layer_ids(spec.num_layers, 5),
+        compute_dtype="float32",
+        dtype="float32",
+        engine="vllm",
+        engine_version=vllm_capture.engine_version(),
+        sampling=SAMPLING,
+    )
+    plan = make_plan(
+        make_conversations(),
+        tokenizer,
+        spec,
+        header,
+        set(),
+        limit=None,
+        generate=None,
+        skip_long=False,
+        template_args={},
+    )
+    job = Job(
+        spec=spec,
+        header=header,
+        folder=tmp_path_factory.mktemp("vllm") / "shards",
+        max_shard_bytes=4 << 20,
+        max_num_seqs=8,
+        longest_tokens=plan.longest_tokens,
+        max_num_batched_tokens=256,  # long prompts are prefilled in chunks
+    )
+    vllm_capture.prepare_environment()
+    engine = vllm_capture.start_engine(job, plan.samples)
+    try:
+        reports = list(vllm_capture._Run(engine, job, plan.samples).run())
+        for sample in plan.samples[:6]:
+            list(vllm_capture._Run(engine, job, [replace(sample, id="single-" + sample.id)]).run())
+        vllm_capture._Run(engine, job, []).finish(plan.summary())
+    finally:
+        vllm_capture._stop(engine)
+    return plan, reports, open_shards(job.folder)
+
+
+def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
+    plan, reports, shards = capture
+    ids = [row_id for row_id in shards.ids if not row_id.startswith("single-")]
+    asked = [sample.id for sample in plan.samples]
+    assert len(asked) == 40
+    assert sorted(ids) == sorted(asked)
+    assert ids != asked  # they did finish out of order
+    assert sum(report.num_rows for report in reports) == 40
+    assert sum(report.num_tokens for report in reports) == sum(shards.lengths[:40])
+    assert verify_shards(shards.folder).problems == []
+    assert shards.summary == {"asked": 40, "dropped": {}}
+
+
+def test_rows_are_the_prompt_the_greedy_answer_and_their_states(capture, smollm2):
+    """Each row against one unbatched transformers pass: its answer is greedy, its states are hidden_states[k + 1]."""
+    plan, _, shards = capture
+    model = load_target(smollm2)
+    samples = {sample.id: sample for sample in plan.samples}
+    worst = 0.0
+    for row in shards:
+        sample = samples[row.id.removeprefix("single-")]
+        with torch.inference_mode():
+            output = model(row.input_ids[None].long(), output_hidden_states=True)
+        want = torch.stack([output.hidden_states[k + 1][0] for k in shards.header.target_layer_ids], dim=1)
+        got = row.hidden_states.view(want.shape)
+        worst = max(worst, float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()))
+        num_fed = len(sample.token_ids)
+        assert row.input_ids[:num_fed].tolist() == sample.token_ids
+        if sample.loss_spans is not None:
+            assert (len(row.input_ids), row.next_token) == (num_fed, -1)
+            assert row.loss_mask.nonzero().flatten().tolist() == [i for a, b in sample.loss_spans for i in range(a, b)]
+            continue
+        assert row.loss_mask.tolist() == [i >= num_fed for i in range(len(row.input_ids))]
+        said = row.token_ids()[num_fed:]
+        logits = output.logits[0, num_fed - 1 :]
+        chosen = logits.gather(1, said[:, None])[:, 0]
+        assert (chosen >= logits.amax(-1) - 1e-3).all()  # ties may break either way
+        ends = [i for i, token in enumerate(said.tolist()) if token == model.config.eos_token_id]
+        assert ends == [len(said) - 1] or (ends == [] and len(said) == SAMPLING["max_new_tokens"])
+    assert worst < 1e-4, worst
+
+
+def test_batched_and_single_captures_are_the_same(capture):
+    _, _, shards = capture
+    rows = {row.id: row for row in shards}
+    for row_id in [row_id for row_id in rows if row_id.startswith("single-")]:
+        single, batched = rows[row_id], rows[row_id.removeprefix("single-")]
+        assert torch.equal(single.token_ids(), batched.token_ids())
+        difference = (single.hidden_states - batched.hidden_states).norm()
+        assert difference <= 1e-4 * batched.hidden_states.norm()
+
+
+def test_a_killed_run_frees_the_folder_and_the_same_command_finishes(smollm2, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "shards"
+    lines = [{"prompt": conversation.messages[0]["content"]} for conversation in make_conversations()[:10]]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "extract/dump.py", "--model", str(smollm2), "--prompts", str(prompts), "--out", str(out)]
+    command += ["--sampling.max_new_tokens", "8", "--max_num_seqs", "2", "--max_shard_bytes", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(list(out.glob("*.arrow"))) < 3 and child.poll() is None:
+        time.sleep(0.05)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    wait_until_unlocked(out / "manifest.jsonl", timeout_s=60)  # the engine notices, and ends
+    kept = {path: path.read_bytes() for path in out.glob("*.arrow")}
+    assert 3 <= len(kept) < 10
+    result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert (last["rows"], last["rows_added"]) == (10, 10 - len(kept))
+    assert all(path.read_bytes() == data for path, data in kept.items())
+    assert len(set(open_shards(out).ids)) == 10
+    assert verify_shards(out).problems == []
+    with ShardWriter(out, open_shards(out).header) as writer:
+        assert len(writer.done_ids) == 10
+
+
+def wait_until_unlocked(path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    with path.open("rb") as file:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert time.monotonic() < deadline_s, "the engine of a killed run still holds the folder"
+                time.sleep(0.2)
