@@ -5,7 +5,7 @@ request finishes, its scheduler-side connector notes which blocks hold it; with 
 worker-side connector gathers them, copies them to the host beside the running model, and queues the row for
 the writer thread. No file per request, no second pass. Loaded by name:
 ``kv_connector_module_path="dflash_kit.vllm_connector"``, class ``ShardConnector``; the driver talks to the
-writer through ``worker_extension_cls`` ``WriterAccess``.
+writer through ``worker_extension_cls="dflash_kit.vllm_worker.WriterAccess"``.
 
 A request becomes a row when its ``kv_transfer_params`` hold ``sample_id``. With ``include_output_tokens``
 the row is the prompt and the response (whose last token has no states and becomes ``next_token``), else the
@@ -16,9 +16,6 @@ Written for vLLM 0.26 (CUDA) and 0.32 (CPU), which differ in the layout of the c
 of the cache, S tokens per block, K taps, D hidden size, T tokens.
 """
 
-import os
-import select
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -41,6 +37,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.shard_format import NO_NEXT_TOKEN, STORAGE_TYPES, Row, ShardsHeader
 from dflash_kit.shard_sink import PendingRow, ShardSink
 from dflash_kit.shard_writer import ShardWriter
+from dflash_kit.vllm_worker import end_with_driver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -164,7 +161,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"])
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)
-        _end_with(extra["driver_pid"], self.shutdown)
+        end_with_driver(extra["driver_pid"], self.shutdown)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -253,42 +250,6 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Finish the shards when the engine goes down in order."""
         self.finish(None)
-
-
-class WriterAccess:
-    """Mixed into vLLM's worker class, so that the driver can ask for the writer's state by ``collective_rpc``."""
-
-    def shard_writer_status(self) -> dict[str, Any] | None:
-        """See ``ShardConnector.status``."""
-        return get_kv_transfer_group().status()
-
-    def skip_draft_tokens(self) -> None:
-        """Verify no draft tokens (for an engine without asynchronous scheduling).
-
-        The extraction method "drafts" each sampled token once more, so that every decoding step runs two
-        tokens a request. That is free where a step is bound by reading weights, and doubles the work on a
-        CPU.
-        """
-        self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
-
-    def shard_writer_finish(self, summary: dict[str, Any] | None) -> dict[str, Any] | None:
-        """See ``ShardConnector.finish``."""
-        return get_kv_transfer_group().finish(summary)
-
-
-def _end_with(pid: int, finish: Callable[[], None]) -> None:
-    """End this worker when the driver is gone: a killed driver must not leave an engine that holds the folder."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # an old kernel, or a driver on another host
-        return
-
-    def watch() -> None:
-        select.select([descriptor], [], [])
-        finish()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
 
 
 def _hidden_states_group(kv_cache_config: "KVCacheConfig") -> tuple[int, int]:

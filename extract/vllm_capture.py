@@ -105,7 +105,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         disable_log_stats=True,
         speculative_config=_extraction_method(job),
         kv_transfer_config=_connector(job),
-        worker_extension_cls="dflash_kit.vllm_connector.WriterAccess",
+        worker_extension_cls="dflash_kit.vllm_worker.WriterAccess",
         **options,
     )
     try:
