@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kit.acceptance import RoundLog
+from dflash_kit.acceptance import CHAIN, RoundLog
 from dflash_kit.drafter import DraftCache, Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
@@ -25,7 +25,6 @@ from dflash_kit.tree import Tree, build_tree, chain_tree, empty_tree
 from .target_runner import TargetRunner
 from .walk import Walk, choose_tokens, walk
 
-AR, CHAIN, DDTREE = "ar", "chain", "ddtree"
 STAGES = ("draft", "build", "verify", "walk", "commit")
 
 
@@ -95,11 +94,7 @@ class Engine:
             KitError: the prompt fills the context.
         """
         num_tokens = len(prompt_ids)
-        if not 0 < num_tokens < self.max_context:
-            raise KitError(
-                f"prompt {prompt_id or prompt_ids[:8]} has {num_tokens} tokens; 1 to {self.max_context - 1} "
-                f"fit the target's context of {self.max_context} with room for an answer"
-            )
+        require_context(num_tokens, self.max_context, prompt_id)
         max_new_tokens = min(max_new_tokens, self.max_context - num_tokens)
         start_s = self._now_s()
         self.target.reserve(num_tokens + max_new_tokens + max_budget + 1)
@@ -209,6 +204,19 @@ class Engine:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def require_context(num_tokens: int, max_context: int, prompt_id: str) -> None:
+    """Refuse a prompt that is empty or leaves no room for an answer.
+
+    Raises:
+        KitError: naming prompt, length and limit.
+    """
+    if not 0 < num_tokens < max_context:
+        raise KitError(
+            f"prompt {prompt_id} has {num_tokens} tokens; 1 to {max_context - 1} fit the target's context of "
+            f"{max_context} with room for an answer"
+        )
 
 
 def _tree(draft_logits: Tensor | None, method: Method) -> Tree:

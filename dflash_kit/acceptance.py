@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+AR, CHAIN, DDTREE = "ar", "chain", "ddtree"
 CUT_REASONS = ("eos", "length")
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
@@ -137,12 +138,8 @@ def require_identity(acceptance_length_pooled: float | None, position_rates: Seq
         ValueError: the two disagree by more than rounding.
     """
     expected = 1 + math.fsum(position_rates)
-    if acceptance_length_pooled is not None and not math.isclose(
-        acceptance_length_pooled, expected, rel_tol=1e-9
-    ):
-        raise ValueError(
-            f"acceptance length {acceptance_length_pooled} is not 1 + Σ position rates = {expected}"
-        )
+    if acceptance_length_pooled is not None and not math.isclose(acceptance_length_pooled, expected, rel_tol=1e-9):
+        raise ValueError(f"acceptance length {acceptance_length_pooled} is not 1 + Σ position rates = {expected}")
 
 
 def _length(num_accepted: Sequence[int]) -> float:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .acceptance import Acceptance, RoundLog, summarise
+from .acceptance import CHAIN, DDTREE, Acceptance, RoundLog, summarise
 from .drafter import Drafter, KeyValue
 from .drafter_config import DrafterConfig
 from .masks import BlockLayout
@@ -28,7 +28,6 @@ from .shards import Row
 from .target_ends import TargetEnds
 from .tree import path_indices, top_log_probs
 
-CHAIN, DDTREE = "chain", "ddtree"
 ANCHORS_PER_CHUNK = 32
 
 Method = tuple[str, int]
@@ -103,9 +102,7 @@ def replay_row(
         for start in range(first, end - 1, anchors_per_chunk):
             anchors = torch.arange(start, min(start + anchors_per_chunk, end - 1))
             hidden = _draft(drafter, ends, tokens, anchors, context)
-            truths = [
-                tokens[a + 1 : min(end, a + drafter.config.block_size)].tolist() for a in anchors.tolist()
-            ]
+            truths = [tokens[a + 1 : min(end, a + drafter.config.block_size)].tolist() for a in anchors.tolist()]
             reaches += _reaches(ends, hidden, truths, max(budgets, default=0))
         ended = "eos" if int(tokens[end - 1]) in eos_token_ids else "length"
         for method in wanted:
@@ -177,9 +174,7 @@ def _context(drafter: Drafter, row: Row) -> list[KeyValue]:
     return drafter.context(features, torch.arange(features.shape[1], device=weight.device))
 
 
-def _draft(
-    drafter: Drafter, ends: TargetEnds, tokens: Tensor, anchors: Tensor, context: list[KeyValue]
-) -> Tensor:
+def _draft(drafter: Drafter, ends: TargetEnds, tokens: Tensor, anchors: Tensor, context: list[KeyValue]) -> Tensor:
     """Hidden states (N, M, D) of the masked slots of one block at each anchor."""
     device, block_size = context[0][0].device, drafter.config.block_size
     num_context = int(anchors[-1]) + 1  # keys behind the last anchor are hidden from every block

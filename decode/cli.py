@@ -1,0 +1,225 @@
+"""The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
+
+import sys
+from typing import Any
+
+import torch
+
+from dflash_kit.benchmark_prompts import BenchmarkPrompt, load_benchmark
+from dflash_kit.config import parse_config, save_config
+from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError, require_free_bytes
+from dflash_kit.provenance import collect_provenance
+from dflash_kit.target import load_target, load_tokenizer
+from dflash_kit.target_ends import TargetEnds
+
+from .engine import Engine
+from .inputs import Inputs, read_inputs
+from .live import LiveEvaluation, method_label, require_prompts_fit
+from .progress import EvaluationProgress
+from .replay import benchmark_name, open_matching_shards, replay_shards
+from .report import REPORT_NAME, build_report, print_report, write_report
+from .results import PromptResult, ResultStore, total_differences
+from .settings import EvalConfig, choose_device
+from .target_runner import TargetRunner
+
+__all__ = ["EvalConfig", "main"]
+
+DESCRIPTION = "Measure a drafter: live decoding of benchmark prompts, or replay from shards."
+CONFIG_NAME = "eval.yaml"
+EXPECTED_BYTES = 64 << 20
+"""Room that a report may take, asked for before anything is decoded."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, decode or replay, report; 1 when greedy float32 decoding was not the target's own."""
+    config = parse_config("eval", EvalConfig, argv, description=DESCRIPTION)
+    device, dtype = choose_device(config)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    inputs = read_inputs(config)
+    for text in inputs.warnings:
+        print(f"warning: {text}", file=sys.stderr)
+    methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
+    if config.replay is not None:
+        methods = [method for method in methods if method[0] != "ar"]
+        if not methods:
+            raise KitError("replay measures drafting: methods needs chain or ddtree")
+    store = ResultStore(config.out_folder, _settings(config, inputs, device, dtype))
+    require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
+    run = _replay if config.replay is not None else _decode
+    results = run(config, inputs, store, methods, device, dtype)
+    if results is None:
+        return 0
+    temperature = config.temperature if config.replay is None else _recorded_temperature(config, inputs)
+    report = build_report(
+        results,
+        methods=methods,
+        num_draft_tokens=inputs.drafter_config.num_draft_tokens,
+        temperature=temperature,
+        facts=_facts(config, inputs, device, dtype, argv),
+    )
+    write_report(config.out_folder, report)
+    print_report(report)
+    print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
+    return _judge(config, results, dtype)
+
+
+Prompts = dict[str, list[BenchmarkPrompt]]
+Results = list[PromptResult] | None
+
+
+def _decode(
+    config: EvalConfig, inputs: Inputs, store: ResultStore, methods: list[tuple[str, int]], device: str, dtype: str
+) -> Results:
+    """Live decoding; None after a dry run."""
+    benchmarks = {name: load_benchmark(name, config.limit) for name in config.benchmark_names}
+    num_prompts = sum(len(prompts) for prompts in benchmarks.values())
+    done = sum(store.has(name, prompt.id) for name, prompts in benchmarks.items() for prompt in prompts)
+    _announce(config, inputs, methods, device, dtype)
+    print(f"prompts      {', '.join(f'{len(p)} of {name}' for name, p in benchmarks.items())}; {done} done before")
+    tokenizer = load_tokenizer(inputs.target, config.target_revision)
+    if done < num_prompts:
+        require_prompts_fit(benchmarks, tokenizer, config, inputs.spec.max_position_embeddings)
+    if config.dry_run:
+        return None
+    if done < num_prompts:
+        engine = _engine(config, inputs, device, dtype)
+        with EvaluationProgress(num_prompts, done) as progress:
+            evaluation = LiveEvaluation(
+                engine,
+                tokenizer,
+                config,
+                methods,
+                on_response=lambda method, generation: progress.add_response(method, generation.log),
+                on_prompt=lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
+            )
+            _open(config, store)
+            evaluation.run(benchmarks, store)
+    return store.results
+
+
+def _replay(
+    config: EvalConfig, inputs: Inputs, store: ResultStore, methods: list[tuple[str, int]], device: str, dtype: str
+) -> Results:
+    """Replay from shards; None after a dry run."""
+    shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
+    num_rows = len(shards) if config.limit is None else min(config.limit, len(shards))
+    done = len(store.results)
+    _announce(config, inputs, methods, device, dtype)
+    print(f"rows         {num_rows} of {config.replay}; {done} done before")
+    print("replay reads responses from the shards: benchmarks, temperature and seed do not apply")
+    if config.dry_run:
+        return None
+    torch_dtype = getattr(torch, dtype)
+    drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
+    ends = TargetEnds.from_pretrained(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    _open(config, store)
+    with EvaluationProgress(num_rows, done) as progress:
+
+        def on_row(result: PromptResult) -> None:
+            for response in result.responses:
+                progress.add_response(response.method, response.log)
+            progress.finish_prompt(f"{benchmark_name(config)} {result.prompt_id[:12]}")
+
+        left_out = replay_shards(config, drafter, ends, shards, inputs.spec, store, on_row)
+    if left_out:
+        print(f"{left_out} rows were left out: their responses were given, not generated by the target")
+    return store.results
+
+
+def _engine(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> Engine:
+    """Load target and drafter."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading weights; the evaluation shows its own
+    torch_dtype = getattr(torch, dtype)
+    drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
+    model = load_target(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    return Engine(
+        TargetRunner(model, drafter.config.target_layer_ids),
+        drafter,
+        TargetEnds.from_model(model),
+        eos_token_ids=inputs.spec.eos_token_ids,
+        max_context=inputs.spec.max_position_embeddings,
+    )
+
+
+def _open(config: EvalConfig, store: ResultStore) -> None:
+    store.open()
+    save_config(config, config.out_folder / CONFIG_NAME)
+
+
+def _announce(config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str) -> None:
+    """What is about to be done."""
+    reason = " (on a CPU everything runs in float32: bfloat16 is many times slower there)" if device == "cpu" else ""
+    drafter = inputs.drafter_config
+    print(f"target       {inputs.target}: {inputs.spec.num_layers} layers, width {inputs.spec.hidden_size}")
+    print(
+        f"drafter      {config.ckpt}: {drafter.num_hidden_layers} layers, block {drafter.block_size}, "
+        f"taps {list(drafter.target_layer_ids)}"
+    )
+    print(f"running      {', '.join(method_label(m) for m in methods)} on {device} in {dtype}{reason}")
+    print(f"report       {config.out_folder}", flush=True)
+
+
+def _settings(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> dict[str, Any]:
+    """All that decides the results: a resumed run must share it."""
+    values = config.result_settings() | {
+        "checkpoint_hash": inputs.checkpoint_hash,
+        "target_config_hash": inputs.spec.config_hash,
+        "tokenizer_hash": inputs.spec.tokenizer_hash,
+        "template_hash": inputs.spec.template_hash,
+        "device": device,
+        "dtype": dtype,
+        "kind": "live",
+    }
+    if config.replay is not None:
+        for name in ("benchmarks", "temperature", "seed", "enable_thinking"):
+            values.pop(name)
+        values["kind"] = benchmark_name(config)
+    return values
+
+
+def _recorded_temperature(config: EvalConfig, inputs: Inputs) -> float:
+    shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
+    return float(shards.header.sampling.get("temperature", 0.0))
+
+
+def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: list[str] | None) -> dict[str, Any]:
+    """What stands above the results."""
+    provenance = collect_provenance(argv)
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "target": inputs.target,
+        "checkpoint": config.ckpt,
+        "warnings": list(inputs.warnings),
+        "run": {
+            "mode": "live decoding" if config.replay is None else f"replay of {config.replay}",
+            "hardware": hardware,
+            "dtype": dtype,
+            "batch size": 1,
+            "max_new_tokens": config.max_new_tokens,
+            "block size": inputs.drafter_config.block_size,
+            "commit": provenance["git_commit"],
+            "created (UTC)": provenance["created_utc"],
+        },
+        "settings": config.result_settings(),
+        "provenance": provenance,
+    }
+
+
+def _judge(config: EvalConfig, results: list[PromptResult], dtype: str) -> int:
+    """Exit status: in float32, greedy decoding must give exactly the autoregressive tokens."""
+    if config.replay is not None or config.temperature > 0 or "ar" not in config.method_names:
+        return 0
+    differing = {label: count for label, count in total_differences(results).items() if count}
+    if not differing:
+        print("lossless: every response equals autoregressive decoding token for token")
+        return 0
+    words = ", ".join(f"{count} of {label}" for label, count in differing.items())
+    if dtype == "float32":
+        print(f"error: tokens differ from autoregressive decoding in float32: {words}", file=sys.stderr)
+        return 1
+    print(f"tokens that differ from autoregressive decoding in {dtype} (near-ties may flip): {words}")
+    return 0

@@ -1,0 +1,100 @@
+"""What an evaluation starts from: the checkpoint, the target it belongs to, and whether the two fit."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_kit.checkpoint import read_config, read_provenance
+from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.errors import KitError
+from dflash_kit.target import TargetSpec, load_config
+
+from .settings import EvalConfig
+from .target_masks import attention_kinds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """A checkpoint and its target, checked against each other; no weights are read yet."""
+
+    target: str
+    """Folder or hub id."""
+    spec: TargetSpec
+    drafter_config: DrafterConfig
+    checkpoint_hash: str
+    """Of the checkpoint's config and weights."""
+    warnings: tuple[str, ...]
+    """What does not stop an evaluation but explains bad acceptance."""
+
+
+def read_inputs(config: EvalConfig) -> Inputs:
+    """Find the target and check that the checkpoint fits it.
+
+    Raises:
+        KitError: no target is known, or shape, taps, vocabulary or tokenizer differ (both values are named).
+    """
+    drafter_config = DrafterConfig.from_dict(read_config(config.ckpt))
+    provenance = read_provenance(config.ckpt)
+    target = _target_name(config, provenance)
+    spec = TargetSpec.from_pretrained(target, config.target_revision)
+    if config.replay is None:
+        attention_kinds(load_config(target, config.target_revision).get_text_config())
+    header = provenance.get("shards_header") or {}
+    _require_fit(config.ckpt, target, drafter_config, spec, header)
+    return Inputs(
+        target=target,
+        spec=spec,
+        drafter_config=drafter_config,
+        checkpoint_hash=_checkpoint_hash(Path(config.ckpt)),
+        warnings=tuple(_warnings(spec, header)),
+    )
+
+
+def _target_name(config: EvalConfig, provenance: dict[str, Any]) -> str:
+    named = config.target or provenance.get("target") or (provenance.get("shards_header") or {}).get("target_name")
+    if not named:
+        raise KitError(f"checkpoint {config.ckpt} does not say which target it was trained for; name it with --target")
+    return str(named)
+
+
+def _require_fit(ckpt: str, target: str, drafter: DrafterConfig, spec: TargetSpec, header: dict[str, Any]) -> None:
+    compared: list[tuple[str, Any, Any]] = [
+        ("hidden size", drafter.hidden_size, spec.hidden_size),
+        ("number of target layers", drafter.num_target_layers, spec.num_layers),
+        ("vocabulary size", drafter.vocab_size, spec.vocab_size),
+    ]
+    if header.get("tokenizer_hash") is not None:
+        compared.append(("tokenizer hash", header["tokenizer_hash"], spec.tokenizer_hash))
+    for what, ours, theirs in compared:
+        if ours != theirs:
+            raise KitError(
+                f"checkpoint {ckpt} does not fit target {target}: {what} is {ours} in the checkpoint and {theirs} in "
+                "the target; give the target that it was trained for with --target"
+            )
+    last = max(drafter.target_layer_ids)
+    if last >= spec.num_layers:
+        raise KitError(
+            f"checkpoint {ckpt} taps layer {last} but target {target} has layers 0..{spec.num_layers - 1} only"
+        )
+
+
+def _warnings(spec: TargetSpec, header: dict[str, Any]) -> list[str]:
+    found = []
+    for name, what in (("config_hash", "configuration"), ("template_hash", "chat template")):
+        if header.get(name) is not None and header[name] != getattr(spec, name):
+            found.append(
+                f"the target's {what} is not the one the drafter was trained with "
+                f"({getattr(spec, name)} here, {header[name]} then); acceptance may suffer"
+            )
+    return found
+
+
+def _checkpoint_hash(folder: Path) -> str:
+    """Hash of config and weights, so that a report never mixes two checkpoints of one name."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with file.open("rb") as handle:
+            while chunk := handle.read(1 << 22):
+                hasher.update(chunk)
+    return hasher.hexdigest()

@@ -1,0 +1,124 @@
+"""The report: numbers by benchmark and method, as a table, as report.json and as one HTML page."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dflash_kit.acceptance import AR, Acceptance, require_identity, summarise
+
+from .live import method_label
+from .results import Method, PromptResult, total_differences
+
+REPORT_NAME, PAGE_NAME = "report.json", "report.html"
+CUT_RULE = (
+    "A round that EOS or the length limit ends inside the accepted path has no bonus token; it counts whole, with "
+    "the draft tokens up to the cut and an acceptance length of num_accepted + 1."
+)
+SPEED_RULE = (
+    "Tokens per second count the tokens after the first over the time of all rounds; prefill is left out for every "
+    "method. Speed-up is over the same engine's autoregressive loop."
+)
+
+
+def build_report(
+    results: Sequence[PromptResult],
+    *,
+    methods: Sequence[Method],
+    num_draft_tokens: int,
+    temperature: float,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Numbers of every benchmark and method.
+
+    Args:
+        results: finished prompts.
+        methods: name and budget, the baseline first.
+        num_draft_tokens: B - 1.
+        temperature: that was decoded at.
+        facts: ``target``, ``checkpoint`` and whatever else is worth keeping.
+    """
+    entries: list[dict[str, Any]] = []
+    for benchmark in dict.fromkeys(result.benchmark for result in results):
+        of_benchmark = [result for result in results if result.benchmark == benchmark]
+        summaries = {method: _summary(of_benchmark, method, num_draft_tokens) for method in methods}
+        differing = total_differences(of_benchmark)
+        for method, summary in summaries.items():
+            baseline = next((s for m, s in summaries.items() if m[0] == AR), None)
+            entries.append(
+                {
+                    "benchmark": benchmark,
+                    "temperature": temperature,
+                    "method": method[0],
+                    "budget": method[1],
+                    **summary.to_dict(),
+                    "speedup": summary.speedup_over(baseline) if baseline is not None else None,
+                    "differing_tokens": differing.get(method_label(method)),
+                }
+            )
+    for entry in entries:
+        require_identity(entry["acceptance_length_pooled"], entry["position_rates"])
+    return {**facts, "cut_rounds": CUT_RULE, "speeds": SPEED_RULE, "results": entries}
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write report.json and report.html, each complete or not at all."""
+    from .report_html import render_page
+
+    for name, text in ((REPORT_NAME, json.dumps(report, indent=2) + "\n"), (PAGE_NAME, render_page(report))):
+        partial = folder / (name + ".incomplete")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / name)
+
+
+def print_report(report: dict[str, Any], console: Console | None = None) -> None:
+    """The table on stdout."""
+    title = escape(f"{report['checkpoint']} on {report['target']}")
+    table = Table(title=title, title_justify="left", caption=CUT_RULE, caption_justify="left")
+    for name in ("benchmark", "T", "method", "prompts", "rounds", "τ pooled", "τ per prompt (95 %)"):
+        table.add_column(name, justify="left" if name in ("benchmark", "method") else "right")
+    for name in ("ms/round", "tok/s", "speed-up", "differing"):
+        table.add_column(name, justify="right")
+    last = None
+    for entry in report["results"]:
+        if last not in (None, entry["benchmark"]):
+            table.add_section()
+        table.add_row(*map(escape, table_row(entry, first=last != entry["benchmark"])))
+        last = entry["benchmark"]
+    (console or Console()).print(table)
+
+
+def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:
+    """One entry in words; the benchmark is named in its first row only."""
+    interval = entry["acceptance_length_per_prompt_ci95"]
+    per_prompt = _number(entry["acceptance_length_per_prompt"], 2)
+    if interval is not None and entry["method"] != AR:
+        per_prompt += f" ({interval[0]:.2f} – {interval[1]:.2f})"
+    speedup = _number(entry["speedup"], 2)
+    return [
+        entry["benchmark"] if first else "",
+        f"{entry['temperature']:g}",
+        method_label((entry["method"], entry["budget"])),
+        str(entry["prompts"]),
+        str(entry["rounds"]),
+        _number(entry["acceptance_length_pooled"], 2),
+        per_prompt,
+        _number(entry["ms_per_round"].get("total"), 1),
+        _number(entry["tokens_per_s"], 1),
+        speedup + " ×" if entry["speedup"] is not None else speedup,
+        "–" if entry["differing_tokens"] is None else str(entry["differing_tokens"]),
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _summary(results: Iterable[PromptResult], method: Method, num_draft_tokens: int) -> Acceptance:
+    logs = [response.log for result in results for response in result.responses if response.method == method]
+    return summarise(logs, 0 if method[0] == AR else num_draft_tokens)

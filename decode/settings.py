@@ -1,0 +1,131 @@
+"""Options of `decode/eval.py`, and what they ask to be decoded."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_kit.acceptance import AR, CHAIN, DDTREE
+from dflash_kit.errors import KitError
+
+METHOD_NAMES = (AR, CHAIN, DDTREE)
+# Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
+PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Measure a drafter: acceptance, speed, and that the output is the target's own."""
+
+    ckpt: str
+    """Drafter checkpoint: the folder that training wrote, or any in the published layout."""
+    target: str | None = None
+    """Target: a folder or hub id; unset: the one that the checkpoint says it was trained for."""
+    target_revision: str | None = None
+    """Revision of a hub id."""
+    benchmarks: str = "gsm8k,humaneval,mt-bench"
+    """Names with commas between them, or paths of JSONL files (rows with `prompt`, `turns` or `messages`)."""
+    limit: int | None = None
+    """Prompts of each benchmark, or rows of the shards, at most; unset: all."""
+    max_new_tokens: int = 2048
+    """Tokens of a response at most."""
+    temperature: float = 0.0
+    """Of the target's softmax; 0 is greedy. Draft logits are never tempered."""
+    methods: str = "ar,chain,ddtree"
+    """What to decode with: ar is the baseline of speed-ups and of the lossless check."""
+    budgets: str = "16,64"
+    """Tree budgets of ddtree: nodes at most, the anchor not counted."""
+    enable_thinking: bool = False
+    """Passed to the chat template; templates without a thinking mode ignore it."""
+    seed: int = 0
+    """Seed of sampling; every response has its own stream."""
+    out: str | None = None
+    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report."""
+    replay: str | None = None
+    """Shards folder: replay acceptance from it instead of decoding live; the report then has no speeds."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""
+    cpu_threads: int | None = None
+    """Threads of torch on the CPU; unset: torch's own choice."""
+    dry_run: bool = False
+    """Check everything, say what would be done, and write nothing."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; 0 (greedy) or more is needed")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; at least 1 is needed")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ValueError(f"cpu_threads is {self.cpu_threads}; at least 1 is needed")
+        unknown = [name for name in self.method_names if name not in METHOD_NAMES]
+        if unknown or not self.method_names:
+            raise ValueError(f"methods is {self.methods!r}; allowed: {', '.join(METHOD_NAMES)}")
+        if not self.benchmark_names and self.replay is None:
+            raise ValueError("benchmarks is empty; name at least one")
+        if DDTREE in self.method_names and not self.budget_list:
+            raise ValueError("budgets is empty; give at least one for ddtree, or leave ddtree out of methods")
+
+    @property
+    def benchmark_names(self) -> list[str]:
+        """Benchmarks in the order given."""
+        return split_list(self.benchmarks)
+
+    @property
+    def method_names(self) -> list[str]:
+        """Methods in the order given."""
+        return split_list(self.methods)
+
+    @property
+    def budget_list(self) -> list[int]:
+        """Tree budgets in ascending order."""
+        words = split_list(self.budgets)
+        if not all(word.isdigit() and int(word) > 0 for word in words):
+            raise ValueError(f"budgets is {self.budgets!r}; whole numbers from 1 with commas between them are needed")
+        return sorted({int(word) for word in words})
+
+    @property
+    def out_folder(self) -> Path:
+        """Where the report goes."""
+        return Path(self.out) if self.out is not None else Path(str(Path(self.ckpt)) + "-report")
+
+    def decoding_methods(self, num_draft_tokens: int) -> list[tuple[str, int]]:
+        """Name and budget of everything to decode with, the baseline first."""
+        found: list[tuple[str, int]] = []
+        for name in METHOD_NAMES:
+            if name in self.method_names:
+                budgets = {AR: [0], CHAIN: [num_draft_tokens], DDTREE: self.budget_list}[name]
+                found += [(name, budget) for budget in budgets]
+        return found
+
+    def result_settings(self) -> dict[str, Any]:
+        """Settings that a resumed run must share, in one spelling."""
+        values = {name: value for name, value in asdict(self).items() if name not in PLACE_FIELDS}
+        lists = {"benchmarks": self.benchmark_names, "methods": self.method_names, "budgets": self.budget_list}
+        return values | lists
+
+
+def split_list(text: str) -> list[str]:
+    """Words of a list with commas; a YAML list arrives as its JSON text."""
+    words = [word.strip().strip("\"'") for word in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    return [word for word in words if word]
+
+
+def choose_device(config: EvalConfig) -> tuple[str, str]:
+    """Device and dtype names.
+
+    Raises:
+        KitError: no GPU where one is asked for, or bfloat16 on a CPU.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise KitError("device is cuda but torch sees no GPU here; use --device cpu")
+    device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu) else "cpu"
+    if device == "cpu" and config.dtype == "bfloat16":
+        raise KitError("dtype is bfloat16 on a CPU, where its products are many times slower; use --dtype float32")
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return device, dtype
