@@ -55,7 +55,7 @@ endif
 demo: install
 	$(PY) -m dflash_kit.gguf --out runs/demo/model
 	$(PY) extract/dump.py --config $(DEMO_RECIPE)
-	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu-zero1.yaml train/run.py --config $(DEMO_RECIPE)
+	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu_zero1.yaml train/run.py --config $(DEMO_RECIPE)
 	$(PY) decode/eval.py --config $(DEMO_RECIPE)
 
 # One torch thread: two of them collapse when anything else runs on a machine with two cores.
