@@ -193,12 +193,11 @@ def make_optimizer(drafter: Drafter, job: Job, device: torch.device) -> torch.op
 
 def resume(trainer: Trainer) -> None:
     """Go on from the latest saved state, if there is one; all processes call it."""
-    steps = trainer.parallel.on_main(trainer.folder.steps)
-    if not steps:
-        return
-    state = load_state(trainer.folder, steps[-1], trainer.parallel, trainer.drafter, trainer.optimizer)
-    trainer.counters = state
-    trainer.parallel.on_main(lambda: trainer.folder.cut_metrics(state.step))
+    parallel, folder = trainer.parallel, trainer.folder
+    steps = parallel.on_main(folder.steps)
+    if steps:
+        trainer.counters = load_state(folder, steps[-1], parallel, trainer.drafter, trainer.optimizer)
+    parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step))
 
 
 class _Sums:

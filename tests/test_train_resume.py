@@ -1,0 +1,252 @@
+"""Killed anywhere, the same command goes on as if nothing had happened; another command is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_helpers import launched_environment, make_shards, small_run
+
+from dflash_kit.errors import KitError
+from helpers import REPO
+from train import loop
+from train.cli import main
+from train.state import RunFolder
+
+MAX_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def shards_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shards(tmp_path_factory.mktemp("resume") / "shards", tiny_target)
+
+
+@pytest.fixture(scope="module")
+def unbroken(shards_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to, with noise so that all randomness is in play."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    assert main(arguments(shards_folder, out)) == 0
+    return out
+
+
+def arguments(shards: Path, out: Path, **changes: Any) -> list[str]:
+    return small_run(shards, out, **({"data__feature_noise": 0.05, "optim__max_steps": MAX_STEPS} | changes))
+
+
+def assert_same_run(left: Path, right: Path, step: int = MAX_STEPS) -> None:
+    """Weights, optimizer, random state, counters, every logged number and the result are equal bit for bit."""
+    one, two = RunFolder(left).step_folder(step), RunFolder(right).step_folder(step)
+    assert_equal(load_file(one / "weights.safetensors"), load_file(two / "weights.safetensors"))
+    assert_equal(*(torch.load(place / "optimizer.pt", weights_only=True) for place in (one, two)))
+    assert json.loads((one / "counters.json").read_text()) == json.loads((two / "counters.json").read_text())
+    assert lasting(left) == lasting(right)
+    assert (left / "model.safetensors").read_bytes() == (right / "model.safetensors").read_bytes()
+
+
+def lasting(out: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what a clock decides."""
+    clocks = {"time_utc", "tokens_per_s", "s_per_step", "data_wait_share"}
+    lines = RunFolder(out).metrics.read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    else:
+        assert left == right
+
+
+class PowerCutError(Exception):
+    """Stands for a kill at a chosen instant."""
+
+
+def cut_power(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
+    """Die when ``module.name`` is called for the n-th time."""
+    real, calls = getattr(module, name), [0]
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise PowerCutError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, dying)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "call"),
+    [
+        ("train.loop", "train_step", 1),  # before anything was saved
+        ("train.loop", "train_step", 7),  # between two saved states
+        ("train.loop", "train_step", 9),  # right behind a saved state
+        ("train.loop", "record_replay", 1),
+        ("train.loop", "save", 2),
+        ("train.outcome", "save_state", 2),  # the checkpoint is written, the state is not
+        ("train.state", "_publish", 2),  # the state is written but not renamed
+        ("train.loop", "finish", 1),  # all steps done, the result not written
+    ],
+)
+def test_a_run_killed_at_any_instant_resumes_bit_for_bit(
+    shards_folder: Path, unbroken: Path, tmp_path: Path, place: str, name: str, call: int
+) -> None:
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        cut_power(patch, sys.modules[place], name, call)
+        with pytest.raises(PowerCutError):
+            main(arguments(shards_folder, out))
+    assert not out.exists()
+    torch.manual_seed(99)  # whatever the new process's random state is
+    assert main(arguments(shards_folder, out)) == 0
+    assert_same_run(out, unbroken)
+
+
+def test_sigkill_of_a_real_process(shards_folder: Path, tmp_path: Path) -> None:
+    """A long run is killed twice from outside and equals the same run left alone."""
+    steps = 40
+    changes = {"optim__max_steps": steps, "save_every_steps": 10, "replay__every_steps": 20}
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert main(arguments(shards_folder, alone, **changes)) == 0
+    for least in (3, 14):
+        process = start(arguments(shards_folder, killed, **changes))
+        wait_for_step(killed, least, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert main(arguments(shards_folder, killed, **changes)) == 0
+    assert_same_run(killed, alone, steps)
+
+
+def test_sigterm_saves_and_exits_with_status_0(shards_folder: Path, tmp_path: Path) -> None:
+    steps = 4000  # far more than happen
+    out = tmp_path / "out"
+    changes = {"optim__max_steps": steps, "save_every_steps": steps, "replay__every_steps": 0}
+    process = start(arguments(shards_folder, out, **changes))
+    wait_for_step(out, 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    (saved,) = RunFolder(out).steps()
+    assert 3 <= saved < steps
+    assert f"stopped at step {saved} as asked" in output
+    assert not out.exists()
+
+
+def start(args: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(REPO / "train" / "run.py"), *args],
+        env=launched_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+    metrics, t0 = RunFolder(out).metrics, time.perf_counter()
+    while time.perf_counter() - t0 < timeout_s:
+        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached in {timeout_s} s")
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter__block_size": 5}, r"block_size = 4 but this command says 5"),
+        ({"drafter__mask_token_id": 7}, r"mask_token_id = 261 but this command says 7"),
+        (
+            {"drafter__num_hidden_layers": 3},
+            r"layer_causal = \[true, false\] but this command says \[true, false, false\]",
+        ),
+        ({"optim__lr": "1e-3"}, r"settings\.optim\.lr = 0\.002 but this command says 0\.001"),
+        ({"optim__max_steps": 20}, r"max_steps = 12 but this command says 20"),
+        ({"seed": 1}, r"settings\.seed = 0 but this command says 1"),
+        ({"data__seq_len": 80}, r"seq_len = 64 but this command says 80"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_changed_settings_are_refused_with_both_values(
+    shards_folder: Path, unbroken: Path, tmp_path: Path, changes: dict[str, Any], message: str, finished: bool
+) -> None:
+    out = unbroken if finished else begun_run(shards_folder, tmp_path / "out")
+    with pytest.raises(KitError, match=message):
+        main(arguments(shards_folder, out, **changes))
+
+
+def begun_run(shards: Path, out: Path) -> Path:
+    """A run that died before its first step."""
+    with pytest.MonkeyPatch.context() as patch:
+        cut_power(patch, loop, "train_step", 1)
+        with pytest.raises(PowerCutError):
+            main(arguments(shards, out))
+    return out
+
+
+def test_other_taps_and_other_rows_are_refused(shards_folder: Path, tiny_target: Path, tmp_path: Path) -> None:
+    out = begun_run(shards_folder, tmp_path / "out")
+    taps = make_shards(tmp_path / "taps", tiny_target, num_taps=3)
+    with pytest.raises(KitError, match=r"target_layer_ids = \[1, 2\] but this command says \[1, 2, 3\]"):
+        main(arguments(taps, out))
+    rows = make_shards(tmp_path / "rows", tiny_target, num_rows=30)
+    with pytest.raises(KitError, match=r"eval_rows|train_rows"):
+        main(arguments(rows, out))
+    sampled = make_shards(tmp_path / "float", tiny_target, dtype="float32")
+    with pytest.raises(KitError, match=r'shards_header\.dtype = "bfloat16" but this command says "float32"'):
+        main(arguments(sampled, out))
+
+
+def test_printing_and_saving_may_change_between_runs(shards_folder: Path, unbroken: Path, tmp_path: Path) -> None:
+    out = begun_run(shards_folder, tmp_path / "out")
+    assert main(arguments(shards_folder, out, save_every_steps=5, keep_last=1)) == 0
+    assert (out / "model.safetensors").read_bytes() == (unbroken / "model.safetensors").read_bytes()
+
+
+def test_old_states_and_checkpoints_go_but_the_best_stays(shards_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(arguments(shards_folder, out, save_every_steps=2, replay__every_steps=3, keep_last=2)) == 0
+    folder = RunFolder(out)
+    assert folder.steps() == [10, 12]
+    kept = sorted(int(place.name.removeprefix("step-")) for place in folder.checkpoints.iterdir())
+    best = json.loads((folder.step_folder(12) / "counters.json").read_text())["best_step"]
+    assert kept == sorted({10, 12, best})
+
+
+def test_a_finished_run_is_left_alone(shards_folder: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (unbroken / "provenance.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(arguments(shards_folder, unbroken)) == 0
+    assert "is finished already; nothing to do" in capsys.readouterr().out
+    assert (unbroken / "provenance.json").stat().st_mtime_ns == before
+
+
+def test_a_damaged_state_is_named(shards_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        cut_power(patch, loop, "train_step", 7)
+        with pytest.raises(PowerCutError):
+            main(arguments(shards_folder, out))
+    place = RunFolder(out).step_folder(4) / "optimizer.pt"
+    place.write_bytes(place.read_bytes()[:100])
+    with pytest.raises(KitError, match=r"step-00000004 cannot be loaded .*delete that folder"):
+        main(arguments(shards_folder, out))
