@@ -46,6 +46,7 @@ class ShardSink:
         self._error: str | None = None
         self._closing = False
         self._changed = threading.Condition()
+        self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._write_rows, name="shard-writer", daemon=True)
         self._thread.start()
 
@@ -73,6 +74,17 @@ class ShardSink:
                 "pending_bytes": self._pending_bytes,
                 "bytes": self._writer.num_bytes,
             }
+
+    def flush(self) -> dict[str, Any]:
+        """Wait until every queued row is in a finished shard; returns the status."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue)
+        try:
+            with self._writing:
+                self._writer.flush()
+        except KitError as error:
+            self.fail(str(error))
+        return self.status()
 
     def finish(self, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Write what is queued, finish the growing shard, journal a summary if there was no error, and close."""
@@ -102,7 +114,8 @@ class ShardSink:
                 if pending.wait is not None:
                     pending.wait()
                 if self._error is None:
-                    self._writer.add(pending.row)
+                    with self._writing:
+                        self._writer.add(pending.row)
                     self._done(pending, accepted=True)
                     continue
             except KitError as error:

@@ -240,6 +240,10 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             return self._sink.status()
         return {"accepted": [], "error": self._error, "bytes": 0, "pending_bytes": 0} if self._error else None
 
+    def flush(self) -> dict[str, Any] | None:
+        """Make the rows captured up to now durable; returns the status."""
+        return self.status() if self._sink is None else self._sink.flush()
+
     def finish(self, summary: dict[str, Any] | None) -> dict[str, Any] | None:
         """Finish the shards; returns the last status."""
         if self._sink is None:

@@ -19,6 +19,10 @@ class WriterAccess:
         """See ``ShardConnector.status``."""
         return get_kv_transfer_group().status()
 
+    def shard_writer_flush(self) -> dict[str, Any] | None:
+        """See ``ShardConnector.flush``."""
+        return get_kv_transfer_group().flush()
+
     def shard_writer_finish(self, summary: dict[str, Any] | None) -> dict[str, Any] | None:
         """See ``ShardConnector.finish``."""
         return get_kv_transfer_group().finish(summary)

@@ -55,11 +55,9 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import envs
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.platforms import current_platform
 
-    if "VLLM_WORKER_MULTIPROCESSING_METHOD" in envs.environment_variables:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     if current_platform.is_cpu():
         for name, value in cpu_environment().items():
             os.environ.setdefault(name, value)
