@@ -30,12 +30,50 @@ PROJECTIONS = {
 }
 LAYERS = {"qkv": 36, "out": 36, "gate_up": 36, "down": 36, "head": 1}
 
+ROW_COUNTS = (1, 8, 16, 24, 64, 65, 72, 80, 96, 128, 256, 257, 264, 272, 320, 384, 1024, 1025, 1032, 1040, 1088)
+GEMV_TRIALS = [
+    (1, 1024, 4),
+    (1, 2048, 4),
+    (1, 4096, 8),
+    (2, 512, 4),
+    (2, 1024, 4),
+    (2, 2048, 8),
+    (4, 512, 4),
+    (4, 1024, 4),
+    (1, 512, 2),
+]
+"""Rows a program, columns a step, warps."""
+SKINNY_TRIALS = [
+    (32, 128, 4, 4),
+    (32, 128, 6, 4),
+    (32, 256, 3, 4),
+    (64, 128, 4, 4),
+    (64, 64, 6, 4),
+    (16, 256, 4, 4),
+    (16, 256, 5, 2),
+]
+"""Features a program, columns a step, stages, warps."""
 ATTENTION_TRIALS: dict[int, list[tuple[int, int, int, int, int]]] = {
-    1: [(16, 64, 16, 4, 3), (16, 64, 32, 4, 3), (16, 128, 8, 4, 2), (16, 32, 16, 2, 3)],
-    16: [(64, 64, 8, 4, 3), (64, 64, 16, 4, 3), (64, 128, 8, 4, 2)],
-    72: [(64, 64, 3, 4, 3), (64, 64, 6, 4, 3), (64, 128, 3, 4, 2), (128, 64, 5, 8, 3), (128, 128, 5, 8, 2)],
-    264: [(64, 64, 2, 4, 3), (64, 128, 2, 4, 2), (128, 64, 2, 8, 3), (128, 64, 4, 8, 3), (128, 128, 2, 8, 2)],
-    1032: [(128, 64, 1, 8, 3), (128, 128, 1, 8, 2), (128, 128, 1, 8, 3), (128, 64, 1, 4, 3), (64, 128, 1, 4, 2)],
+    1: [(16, 64, 16, 4, 3), (16, 128, 8, 4, 2), (16, 64, 8, 4, 4)],
+    16: [(64, 64, 8, 4, 3), (64, 64, 16, 4, 3), (16, 64, 4, 4, 3), (32, 64, 8, 4, 3)],
+    72: [
+        (64, 64, 3, 4, 3),
+        (64, 128, 3, 4, 2),
+        (32, 64, 2, 4, 3),
+        (64, 128, 2, 4, 2),
+        (128, 128, 5, 8, 2),
+        (64, 64, 6, 4, 3),
+    ],
+    264: [
+        (64, 64, 1, 4, 3),
+        (64, 128, 1, 4, 2),
+        (64, 128, 2, 4, 2),
+        (128, 64, 2, 8, 3),
+        (128, 128, 2, 8, 2),
+        (64, 64, 2, 4, 3),
+        (64, 64, 3, 4, 2),
+    ],
+    1032: [(128, 128, 1, 8, 2), (64, 128, 1, 4, 2), (128, 64, 1, 8, 4), (64, 64, 1, 4, 3), (64, 64, 1, 4, 2)],
 }
 """Tile rows, tile keys, splits, warps, stages."""
 
@@ -57,35 +95,8 @@ def random_weights(name: str) -> list[torch.Tensor]:
     return [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
 
 
-def gemm() -> None:
+def gemm(counts: Sequence[int] = ROW_COUNTS) -> None:
     """cuBLAS at many row counts: which padding is cheapest."""
-    counts = [
-        1,
-        8,
-        16,
-        24,
-        64,
-        65,
-        72,
-        80,
-        96,
-        128,
-        192,
-        256,
-        257,
-        264,
-        272,
-        288,
-        320,
-        384,
-        1024,
-        1025,
-        1032,
-        1040,
-        1056,
-        1088,
-        1152,
-    ]
     total = dict.fromkeys(counts, 0.0)
     print("rows  " + "".join(f"{name:>10}" for name in PROJECTIONS) + "  [us]   whole target [ms]")
     table: dict[int, list[float]] = {count: [] for count in counts}
@@ -101,6 +112,12 @@ def gemm() -> None:
         print(f"{count:5d} " + "".join(f"{us:10.1f}" for us in table[count]) + f"{total[count]:12.3f}")
 
 
+def gemm_lt() -> None:
+    """The same through cuBLASLt's choice of algorithm."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    gemm([16, 72, 128, 256, 264, 272, 320, 1032])
+
+
 def gemv() -> None:
     """The one-row kernel at several tile shapes."""
     for name in PROJECTIONS:
@@ -109,15 +126,32 @@ def gemv() -> None:
         x = torch.randn(1, in_width, device="cuda", dtype=torch.bfloat16)
         swiglu = name == "gate_up"
         out = torch.empty(1, out_width // (2 if swiglu else 1), device="cuda", dtype=torch.bfloat16)
-        for rows, block, warps in [
-            (1, 1024, 4), (1, 2048, 4), (1, 4096, 4), (2, 512, 4), (2, 1024, 4), (2, 1024, 8), (2, 2048, 8), (4, 512, 4),
-            (4, 1024, 4), (4, 1024, 8), (8, 256, 4), (8, 512, 4), (8, 512, 8), (16, 256, 4), (16, 256, 8), (1, 1024, 2), (2, 512, 2),
-        ]:  # fmt: skip
+        for rows, block, warps in GEMV_TRIALS:
             fused_ops.gemv_shape = lambda *_, shape=(rows, block, warps): shape  # type: ignore[assignment]
             us = replay_us([lambda w=w: fused_ops.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
             print(
                 f"{name:8} rows {rows:2} block {block:4} warps {warps}: {us:7.1f} us {weights[0].numel() * 2 / us / 1e6:5.2f} TB/s"
             )
+
+
+def skinny() -> None:
+    """The few-row kernel at several tile shapes, against cuBLAS."""
+    for count in (1, 16, 72):
+        for name, (out_width, in_width) in PROJECTIONS.items():
+            weights = random_weights(name)
+            swiglu = name == "gate_up"
+            x = torch.randn(count, in_width, device="cuda", dtype=torch.bfloat16)
+            out = torch.empty(count, out_width // (2 if swiglu else 1), device="cuda", dtype=torch.bfloat16)
+            found = []
+            for shape in SKINNY_TRIALS:
+                fused_ops.skinny_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
+                try:
+                    us = replay_us([lambda w=w: fused_ops.skinny(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
+                except Exception as error:
+                    print(shape, type(error).__name__)
+                    continue
+                found.append((us, shape))
+            print(f"rows {count:2} {name:8} " + ", ".join(f"{us:.1f} {shape}" for us, shape in sorted(found)))
 
 
 def attention() -> None:
@@ -133,7 +167,7 @@ def attention() -> None:
             cache = torch.randn(2, 8, 9728, 128, device="cuda", dtype=torch.bfloat16)
             queries = torch.randn(rows, 32, 128, device="cuda", dtype=torch.bfloat16)
             out = torch.empty(rows, 4096, device="cuda", dtype=torch.bfloat16)
-            mask = torch.ones(rows, rows, device="cuda", dtype=torch.uint8).tril()
+            mask = fused_ops.pack_mask(torch.ones(rows, rows, device="cuda", dtype=torch.bool).tril())
             depths = torch.zeros(rows, device="cuda", dtype=torch.int32)
             length = torch.tensor([context], device="cuda", dtype=torch.int32)
             best = []
@@ -151,7 +185,7 @@ def attention() -> None:
                     print(config, type(error).__name__)
                     continue
                 best.append((us, config))
-            chosen = fused_ops.attention_shape(rows * 4, 8, 128)
+            chosen = fused_ops.attention_shape(rows * 4, 8, context > 4096)
             print(
                 f"rows {rows} context {context}: "
                 + ", ".join(f"{us:.1f} us {c}" for us, c in sorted(best)[:4])
@@ -180,4 +214,4 @@ def tree() -> None:
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or ("gemm", "gemv", "attention", "tree"):
-        {"gemm": gemm, "gemv": gemv, "attention": attention, "tree": tree}[part]()
+        {"gemm": gemm, "gemv": gemv, "attention": attention, "skinny": skinny, "gemm_lt": gemm_lt, "tree": tree}[part]()

@@ -28,9 +28,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from decode.device_tree import TreeBuffers, TreeBuilder
 from decode.fused_drafter import FusedDrafter
 from decode.fused_round import GreedyRound
-from decode.fused_target import FusedTarget, capture
+from decode.fused_target import FusedTarget, capture, padded_rows
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.target import tap_layer_ids
@@ -149,6 +150,32 @@ def time_round(rounds: GreedyRound, tokens: torch.Tensor) -> tuple[float, dict[s
     return whole, stages, with_host
 
 
+def zipf_logits(num_depths: int, vocab_size: int) -> torch.Tensor:
+    """Logits shaped like a trained drafter's: power-law tails, two thirds of the mass on the first token at depth 1."""
+    ranks = torch.arange(1, vocab_size + 1, device="cuda").log()
+    rows = []
+    for depth in range(num_depths):
+        noise = 0.3 * torch.randn(vocab_size, device="cuda")
+        rows.append((noise - (2.2 - 0.06 * depth) * ranks)[torch.randperm(vocab_size, device="cuda")])
+    return torch.stack(rows).bfloat16()
+
+
+def time_build(num_depths: int, vocab_size: int, budgets: list[int]) -> dict[str, dict[str, float]]:
+    """Milliseconds of building a tree on the device, ancestor bits included; nothing is copied to the host."""
+    cases = {
+        "zipf": zipf_logits(num_depths, vocab_size),
+        "normal": (3 * torch.randn(num_depths, vocab_size, device="cuda")).bfloat16(),
+    }
+    times: dict[str, dict[str, float]] = {}
+    for name, logits in cases.items():
+        times[name] = {}
+        for budget in budgets:
+            builder = TreeBuilder(num_depths, vocab_size, budget, TreeBuffers.allocate(padded_rows(budget + 1), "cuda"))
+            graph = capture(lambda builder=builder, logits=logits: builder.build(logits))  # type: ignore[misc]
+            times[name][str(budget)] = round(time_ms(graph.replay), 4)
+    return times
+
+
 def time_hf(model: Any, context: int, num_rows: int) -> float:
     """The untransformed model: ``num_rows`` tokens behind ``context`` cached ones, in a CUDA graph, with argmax."""
     from transformers import StaticCache
@@ -223,6 +250,8 @@ def main() -> None:
     torch.manual_seed(0)
     rates = ceilings()
     print(json.dumps(rates), flush=True)
+    build = time_build(args.block_size - 1, 151936, [int(part) for part in args.budgets.split(",")])
+    print(json.dumps({"tree_build_ms": build}), flush=True)
     results = []
     for name in args.shapes.split(","):
         results += measure_shape(name, args, rates)
@@ -234,7 +263,7 @@ def main() -> None:
         "benchmark": "decode_round", "date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "dtype": "bfloat16", "batch": 1, "weights": "random, target and drafter",
-        "block_size": args.block_size, "drafter_layers": args.drafter_layers, "ceilings": rates, "results": results,
+        "block_size": args.block_size, "drafter_layers": args.drafter_layers, "ceilings": rates, "tree_build_ms": build, "results": results,
     }  # fmt: skip
     line = json.dumps(report)
     if args.out:

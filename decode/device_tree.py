@@ -10,6 +10,7 @@ depth k. See `tree_kernels.grow_kernel` for one step.
 Shape legend: M depths, V vocabulary, K ranks kept per depth, R rows (root + nodes, padded), P = walk length.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dflash_kit.tree import ancestor_mask, build_tree, chain_tree
 
-from .fused_ops import uses_kernels
+from .fused_ops import pack_mask, uses_kernels
 
 MAX_BUDGET = 1024
 MAX_DEPTHS = 15
@@ -34,7 +35,7 @@ class TreeBuffers:
         tokens: (R,) int64; row 0 is the anchor's token.
         depths: (R,) int32, 0 for the root.
         parents: (R,) int32 row of the parent, -1 for the root and padding.
-        mask: (R, R) uint8, 1 where a row may look.
+        mask: (R, W) int64, W words of 64 bits: bit j of a row says whether it may look at row j.
         num_nodes: (1,) int32.
     """
 
@@ -51,7 +52,7 @@ class TreeBuffers:
             tokens=torch.zeros(num_rows, dtype=torch.long, device=device),
             depths=torch.zeros(num_rows, dtype=torch.int32, device=device),
             parents=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
-            mask=torch.eye(num_rows, dtype=torch.uint8, device=device),
+            mask=pack_mask(torch.eye(num_rows, dtype=torch.bool)).to(device),
             num_nodes=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
@@ -66,9 +67,10 @@ class TreeBuffers:
         self.depths[1 : count + 1] = depths.to(self.depths)
         self.parents.fill_(-1)
         self.parents[1 : count + 1] = parents.to(self.parents)
-        self.mask.copy_(torch.eye(self.num_rows, dtype=torch.uint8))
-        self.mask[:, 0] = 1
-        self.mask[: count + 1, : count + 1] = ancestor_mask(parents.cpu()).to(self.mask)
+        seen = torch.eye(self.num_rows, dtype=torch.bool)
+        seen[:, 0] = True
+        seen[: count + 1, : count + 1] = ancestor_mask(parents.cpu())
+        self.mask.copy_(pack_mask(seen))
         self.num_nodes.fill_(count)
 
     def set_chain(self) -> None:
@@ -76,7 +78,7 @@ class TreeBuffers:
         rows = torch.arange(self.num_rows, dtype=torch.int32)
         self.depths.copy_(rows)
         self.parents.copy_(rows - 1)
-        self.mask.copy_(torch.ones(self.num_rows, self.num_rows, dtype=torch.uint8).tril())
+        self.mask.copy_(pack_mask(torch.ones(self.num_rows, self.num_rows, dtype=torch.bool).tril()))
         self.num_nodes.fill_(self.num_rows - 1)
 
 
@@ -91,7 +93,6 @@ class TreeBuilder:
         self.num_chunks = -(-vocab_size // LOGIT_CHUNK)
         width = 1 << (budget - 1).bit_length()
         self.frontier = max(16, width if budget > 512 else 2 * width)
-        self.kept = max(16, 2 * width)
         self._scratch: dict[str, Tensor] | None = None
 
     def build(self, logits: Tensor) -> None:
@@ -113,22 +114,25 @@ class TreeBuilder:
 
     def _buffers(self, device: torch.device) -> dict[str, Tensor]:
         if self._scratch is None:
-            pairs = [(i, r) for i in range(self.budget) for r in range(self.budget // (i + 1))]
+            counts = [max(0, self.budget // (i + 1) - 1) for i in range(self.budget)]
+            pairs = [i << 16 | r for i, count in enumerate(counts) for r in range(count)]
+            self.capacity = self.frontier + len(pairs)
             records, i32 = self.num_depths * self.frontier, torch.int32
 
             def zeros(count: int, dtype: torch.dtype = i32) -> Tensor:
                 return torch.zeros(count, dtype=dtype, device=device)
 
             self._scratch = {
-                "pair_parents": torch.tensor([i for i, _ in pairs], dtype=i32, device=device),
-                "pair_ranks": torch.tensor([r for _, r in pairs], dtype=i32, device=device),
+                "pairs": torch.tensor(pairs or [0], dtype=i32, device=device),
+                "pair_ends": torch.tensor([0, *itertools.accumulate(counts)], dtype=i32, device=device),
                 "partial": zeros(self.num_depths * self.num_chunks * 2, torch.float32),
                 "log_probs": zeros(self.num_depths * self.num_ranks, torch.float32),
                 "ranked_ids": zeros(self.num_depths * self.num_ranks, torch.long),
                 "frontier_scores": zeros(self.frontier, torch.float64),
                 "frontier_records": zeros(self.frontier),
-                "kept_keys": zeros(self.kept, torch.long),
-                "kept_records": zeros(self.kept),
+                "level_keys": zeros(self.frontier, torch.long),
+                "keys": zeros(2 * self.capacity, torch.long),
+                "items": zeros(2 * self.capacity),
                 "record_parents": zeros(records),
                 "record_ranks": zeros(records),
                 "record_rows": zeros(records),
@@ -152,26 +156,27 @@ class TreeBuilder:
     def _grow(self, s: dict[str, Tensor]) -> None:
         from .tree_kernels import grow_kernel
 
-        num_pairs = s["pair_ranks"].numel()
-        pairs = max(16, 1 << (num_pairs - 1).bit_length())
+        chunk = max(64, min(1024, 4 * self.budget))
         grow_kernel[(1,)](
-            s["log_probs"], s["pair_parents"], s["pair_ranks"], s["frontier_scores"], s["frontier_records"], s["kept_keys"],
-            s["kept_records"], s["record_parents"], s["record_ranks"], s["num_kept"], self.num_depths, self.num_ranks,
-            self.budget, num_pairs, PAIRS=pairs, FRONTIER=self.frontier, KEPT=self.kept, num_warps=_warps(pairs, 128, 32),
+            s["log_probs"], s["pairs"], s["pair_ends"], s["frontier_scores"], s["frontier_records"],
+            s["level_keys"], s["keys"], s["items"], s["record_parents"], s["record_ranks"], s["num_kept"], self.num_depths, self.num_ranks, self.budget,
+            self.capacity, FRONTIER=self.frontier, CHUNK=1 << (chunk - 1).bit_length(), COMPARED=8, num_warps=_warps(self.frontier, 128, 8),
         )  # fmt: skip
 
     def _number(self, s: dict[str, Tensor]) -> None:
         from .tree_kernels import mask_kernel, order_kernel
 
         tree, rows = self.tree, self.tree.num_rows
-        order_kernel[(self.kept // 16,)](
-            s["kept_keys"], s["kept_records"], s["num_kept"], s["record_parents"], s["record_ranks"], s["record_rows"],
+        last = (self.num_depths - 1) % 2 * self.capacity
+        order_kernel[(self.frontier // 16,)](
+            s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"], s["record_rows"],
             s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, tree.num_nodes, self.num_depths, self.num_ranks,
-            self.budget, FRONTIER=self.frontier, KEPT=self.kept, MINE=16, CHUNK=min(128, self.kept), num_warps=4,
+            self.budget, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier), num_warps=4,
         )  # fmt: skip
-        mask_kernel[(-(-rows // 16), -(-rows // 128))](
-            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows,
-            self.num_depths, ROWS=16, COLUMNS=128, num_warps=4,
+        words = tree.mask.shape[1]
+        mask_kernel[(-(-rows // 16),)](
+            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows, words,
+            self.num_depths, ROWS=16, WORDS=max(2, 1 << (words - 1).bit_length()), num_warps=4,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_kit.drafter import Drafter
 
 from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
-from .fused_ops import Heads, add_norm, rope_write
+from .fused_ops import Heads, add_norm, linear, pack_mask, rope_write
 from .fused_target import FusedTarget
 
 
@@ -53,17 +53,17 @@ class FusedDrafter:
         """(B,) int64 anchor and masks; the anchor is written by the walk."""
         self.anchor = self.slots[:1]
         self.depths = torch.arange(size, dtype=torch.int32, device=like.device)
-        full = torch.ones(size, size, dtype=torch.uint8, device=like.device)
-        self.masks = {True: full, False: full.tril()}
+        full = torch.ones(size, size, dtype=torch.bool, device=like.device)
+        self.masks = {True: pack_mask(full), False: pack_mask(full.tril())}
         self.buffers = RowBuffers.allocate(size, self.layers[0])
         self.logits = like.new_zeros(size, self.target.head.shape[0])
 
     def extend(self, features: Tensor) -> None:
         """Write the context of taps (n, K * D) to slots ``length`` … ``length + n - 1``; ``length`` is not advanced."""
         rows = features.shape[0]
-        fused = features @ self.fc.t()
+        fused = linear(features, self.fc, None, features.new_empty(rows, self.fc.shape[0]))
         normed = add_norm(fused, None, self.hidden_norm, self.config.rms_norm_eps, torch.empty_like(fused))
-        projected = normed @ self.kv.t()
+        projected = linear(normed, self.kv, None, normed.new_empty(rows, self.kv.shape[0]))
         depths = (
             self.depths if rows == self.depths.numel() else torch.arange(rows, dtype=torch.int32, device=fused.device)
         )
@@ -76,11 +76,11 @@ class FusedDrafter:
         """Logits (B - 1, V) of the slots behind the anchor in ``slots``."""
         torch.index_select(self.target.embedding, 0, self.slots, out=self.buffers.residual)
         mask = self.masks[self.layers[0].bidirectional]
-        rows = Rows(mask, self.depths, self.target.length, self.tables)
+        rows = Rows(mask, self.depths, self.target.length, self.tables, self.target.long_context)
         states = run_layers(
             self.layers, self.caches, rows, self.buffers, self.norm, self.config.rms_norm_eps, row_masks=self._masks()
         )
-        torch.mm(states, self.target.head.t(), out=self.logits)
+        linear(states, self.target.head, None, self.logits)
         return self.logits[1:]
 
     def _masks(self) -> list[Tensor]:

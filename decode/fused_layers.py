@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused_ops import Heads, add_norm, gemv, linear, rope_write, silu_mul, tree_attention, uses_kernels
+from .fused_ops import Heads, add_norm, linear, rope_write, swiglu, tree_attention
 
 
 @dataclass(slots=True)
@@ -133,13 +133,14 @@ class Rows:
     """Where a set of rows stands: how they see each other, and behind how many committed tokens."""
 
     mask: Tensor
-    """(R, R) uint8"""
+    """(R, W) int64 bits"""
     depths: Tensor
     """(R,) int32 position of each row behind ``length``."""
     length: Tensor
     """(1,) int32"""
     tables: tuple[Tensor, Tensor]
     """Cosines and sines (positions, d / 2)."""
+    long_context: bool = False
 
 
 def run_layers(
@@ -170,12 +171,10 @@ def run_layers(
         tree_attention(
             b.queries, caches[index], mask, rows.depths, rows.length, b.attended, scale=layer.scale,
             window=layer.window, triangular=not layer.bidirectional,
+            long_context=rows.long_context,
         )  # fmt: skip
         linear(b.attended, layer.out, layer.out_bias, b.delta)
         add_norm(b.residual, b.delta, layer.post_norm, layer.eps, b.normed)
-        if b.normed.shape[0] == 1 and uses_kernels(b.normed):
-            gemv(b.normed, layer.gate_up, None, b.activated, swiglu=True)
-        else:
-            silu_mul(linear(b.normed, layer.gate_up, None, b.gate_up), b.activated)
+        swiglu(b.normed, layer.gate_up, b.gate_up, b.activated)
         delta = linear(b.activated, layer.down, None, b.delta)
     return add_norm(b.residual, delta, final_norm, final_eps, b.normed, taps.get(len(layers) - 1))

@@ -6,7 +6,10 @@ Shape legend: R rows (tree nodes, padded), D hidden size, H query heads, G key-v
 F feed-forward width, C cache slots, L layers. A cache is (2, G, C, d): keys, then values.
 """
 
+import contextlib
 import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OVERLAP = os.environ.get("DFLASH_KERNEL_OVERLAP", "1") == "1"
 NUM_MULTIPROCESSORS = 132
 """Programs that fill a Hopper GPU once; decides only how far attention is split."""
+
+
+def launch_options(tensor: Tensor) -> dict[str, bool]:
+    """Programmatic dependent launch on Hopper and later: a kernel starts while the one before it ends, then waits."""
+    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9 and OVERLAP
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
 
 
 def uses_kernels(tensor: Tensor) -> bool:
@@ -42,7 +52,7 @@ def add_norm(
     add_norm_kernel[(rows,)](
         residual, delta if delta is not None else residual, weight, out, tap if tap is not None else residual, eps, width,
         tap.stride(0) if tap is not None else 0, HAS_DELTA=delta is not None, HAS_TAP=tap is not None, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(8, block // 512)), **launch_options(residual),
     )  # fmt: skip
     return out
 
@@ -92,7 +102,7 @@ def rope_write(
         qkv, queries if queries is not None else qkv, caches, q_weight if q_weight is not None else k_weight, k_weight,
         tables[0], tables[1], depths, length, eps, qkv.stride(0), num_heads * heads.dim, caches.stride(0),
         caches.stride(1), caches.stride(2), NUM_Q=heads.num_queries, NUM_KV=heads.num_kv, HALF=heads.dim // 2,
-        HEADS=heads_a_program, HAS_NORM=norms is not None, num_warps=2,
+        HEADS=heads_a_program, HAS_NORM=norms is not None, num_warps=2, **launch_options(qkv),
     )  # fmt: skip
 
 
@@ -129,17 +139,36 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
 
     rows, width = out.shape
     block = min(1024, _power_of_two(width))
-    silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4, **launch_options(out))
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``out`` (R, N) = x (R, D) @ weight.T + bias; one row goes through a kernel that reads the weights once."""
+    """``out`` (R, N) = x (R, D) @ weight.T + bias; few rows go through kernels that read the weights once."""
     if x.shape[0] == 1 and uses_kernels(x):
         return gemv(x, weight, bias, out)
+    if uses_kernels(x) and x.shape[0] <= SKINNY_ROWS and weight.shape[0] >= SKINNY_FEATURES:
+        return skinny(x, weight, bias, out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def swiglu(x: Tensor, weight: Tensor, gate_up: Tensor, out: Tensor) -> Tensor:
+    """``out`` (R, F) = silu(gate) * up for the fused projection ``weight`` = [gate; up]; ``gate_up`` is scratch."""
+    if x.shape[0] == 1 and uses_kernels(x):
+        return gemv(x, weight, None, out, swiglu=True)
+    if uses_kernels(x) and x.shape[0] <= SKINNY_ROWS and weight.shape[0] >= SKINNY_FEATURES:
+        return skinny(x, weight, None, out, swiglu=True)
+    return silu_mul(linear(x, weight, None, gate_up), out)
+
+
+SKINNY_ROWS = int(os.environ.get("DFLASH_SKINNY_ROWS", "16"))
+SKINNY_FEATURES = int(os.environ.get("DFLASH_SKINNY_FEATURES", "20000"))
+"""Up to so many rows, and from so many output features on, `skinny` beats cuBLAS on an H200.
+
+With fewer features it has too few programs: started early, they crowd on the multiprocessors that happen to be free.
+"""
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, swiglu: bool = False) -> Tensor:
@@ -150,22 +179,50 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, swiglu:
     rows, block, warps = gemv_shape(width_in, width_out, swiglu)
     gemv_kernel[(-(-width_out // rows),)](
         x, weight, bias if bias is not None else weight, out, width_in, width_out, SWIGLU=swiglu,
-        HAS_BIAS=bias is not None, ROWS=rows, BLOCK=block, EVEN=width_in % block == 0, num_warps=warps,
+        HAS_BIAS=bias is not None, ROWS=rows, BLOCK=block, num_warps=warps, **launch_options(x),
     )  # fmt: skip
     return out
 
 
 def gemv_shape(width_in: int, width_out: int, swiglu: bool) -> tuple[int, int, int]:
-    """Rows a program, columns a step, warps: enough programs to fill the GPU several times, 16 bytes a thread."""
-    block = _power_of_two(width_in)
-    if block > 1024:
-        block = 1024
-        while block > 128 and width_in % block:
-            block //= 2
-    rows = 4
-    while rows > 1 and width_out // rows < 4 * NUM_MULTIPROCESSORS:
-        rows //= 2
-    return (max(1, rows // 2) if swiglu else rows), block, 4
+    """Rows a program, columns a step, warps: many small programs, 16 bytes a thread."""
+    return (2 if width_out > 50000 else 1), min(1024, _power_of_two(width_in)), 4
+
+
+def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, swiglu: bool = False) -> Tensor:
+    """At most 80 rows times a weight matrix; arguments as for ``gemv``. Kernel only."""
+    from .kernels import skinny_kernel
+
+    (num_rows, width_in), width_out = x.shape, out.shape[-1]
+    main, extra = (16, 0) if num_rows <= 16 else (64, 0) if num_rows <= 64 else (64, 16)
+    assert num_rows <= main + extra, f"{num_rows} rows are not few"
+    features, step, stages, warps = skinny_shape(width_in, width_out, num_rows)
+    skinny_kernel[(-(-width_out // features),)](
+        x, weight, bias if bias is not None else weight, out, num_rows, width_in, width_out, SWIGLU=swiglu,
+        HAS_BIAS=bias is not None, FEATURES=features, STEP=step, MAIN=main, EXTRA=extra, num_warps=warps,
+        num_stages=stages, **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def skinny_shape(width_in: int, width_out: int, num_rows: int) -> tuple[int, int, int, int]:
+    """Weight rows a program, columns a step, pipeline stages, warps."""
+    if INTERPRETED:
+        return 16, 64, 1, 4
+    return (64, 128, 4, 4) if width_out > 50000 else (32, 128, 4, 4)
+
+
+def pack_mask(seen: Tensor) -> Tensor:
+    """Bits (R, ceil(R / 64)) int64 of a bool mask (R, R): bit j % 64 of word j // 64 is column j."""
+    rows = seen.shape[0]
+    padded = functional.pad(seen.long(), (0, -rows % 64)).view(rows, -1, 64)
+    return (padded << torch.arange(64, device=seen.device)).sum(-1)
+
+
+def unpack_mask(mask: Tensor) -> Tensor:
+    """The bool mask (R, R) of ``pack_mask``."""
+    rows = mask.shape[0]
+    return ((mask[:, :, None] >> torch.arange(64, device=mask.device)) & 1).bool().flatten(1)[:, :rows]
 
 
 def tree_attention(
@@ -179,6 +236,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     triangular: bool = True,
+    long_context: bool = False,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """Attention of R rows over ``length`` committed slots and, under ``mask``, over the R rows behind them.
@@ -186,11 +244,12 @@ def tree_attention(
     Args:
         queries: (R, H, d) rotated.
         cache: (2, G, C, d); the rows' own keys and values are already in slots length … length + R - 1.
-        mask: (R, R) uint8, not 0 where row i may look at row j.
+        mask: (R, W) int64 bits, see ``pack_mask``.
         depths: (R,) int32, only read with a window: visible iff query position - key position < window.
         length: (1,) int32.
         out: (R, H * d).
         triangular: no row looks at a row of a greater number (trees and chains; not bidirectional blocks).
+        long_context: whether the prefix is worth more splits.
         config: tile rows, tile keys, splits, warps, stages; None chooses.
     """
     rows, num_heads, dim = queries.shape
@@ -199,7 +258,7 @@ def tree_attention(
         return _tree_attention_reference(queries, cache, mask, depths, int(length), out, scale, window)
     from .tree_attention import merge_kernel, tree_attention_kernel
 
-    block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], dim)
+    block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], long_context)
     partial, sums = queries, queries
     if splits > 1:
         partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
@@ -207,37 +266,27 @@ def tree_attention(
     tree_attention_kernel[(-(-rows * group // block_m), cache.shape[1], splits)](
         queries, cache, mask, depths, length, out, partial, sums, rows, mask.stride(0), cache.stride(0), cache.stride(1),
         scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
-        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages,
+        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages, **launch_options(out),
     )  # fmt: skip
     if splits > 1:
         total = rows * num_heads
         heads_a_program = 1 if total <= 2048 else 4
         merge_kernel[(-(-total // heads_a_program),)](
-            partial,
-            sums,
-            out,
-            total,
-            DIM=dim,
-            SPLITS=splits,
-            HEADS=heads_a_program,
-            num_warps=1 if heads_a_program == 1 else 4,
-        )
+            partial, sums, out, total, DIM=dim, SPLITS=splits, HEADS=heads_a_program, num_warps=heads_a_program,
+            **launch_options(out),
+        )  # fmt: skip
     return out
 
 
-def attention_shape(packed_rows: int, num_kv: int, dim: int) -> tuple[int, int, int, int, int]:
-    """Tile rows, tile keys, splits, warps and stages, so that one wave of programs fills the GPU."""
+def attention_shape(packed_rows: int, num_kv: int, long_context: bool) -> tuple[int, int, int, int, int]:
+    """Tile rows, tile keys, splits, warps and stages: one wave of programs fills the GPU, two where the prefix is long."""
     if INTERPRETED:
-        return 16, 16, 3, 4, 1
-    if packed_rows <= 16:
-        block_m, block_n, warps, stages = 16, 64, 4, 3
-    elif packed_rows <= 640:
-        block_m, block_n, warps, stages = 64, 64, 4, 3
-    else:
-        block_m, block_n, warps, stages = 128, 64, 8, 3
+        return 16, 64, 3, 4, 1
+    block_m, stages = (16, 3) if packed_rows <= 16 else (64, 3)
     programs = -(-packed_rows // block_m) * num_kv
-    splits = 1 if programs >= 200 else max(1, min(32, round(2 * NUM_MULTIPROCESSORS / programs)))
-    return block_m, block_n, splits, warps, stages
+    waves = 2 if long_context else 1
+    splits = max(1, min(16, round(waves * NUM_MULTIPROCESSORS / programs)))
+    return block_m, 64, splits, 4, stages
 
 
 def _tree_attention_reference(queries, cache, mask, depths, held, out, scale, window):  # type: ignore[no-untyped-def]
@@ -246,7 +295,7 @@ def _tree_attention_reference(queries, cache, mask, depths, held, out, scale, wi
     group = num_heads // cache.shape[1]
     keys, values = (part[:, :slots].repeat_interleave(group, dim=0) for part in cache)
     positions = held + depths.long()
-    seen = torch.cat([torch.ones(rows, held, dtype=torch.bool), mask[:rows, :rows].bool()], dim=1)
+    seen = torch.cat([torch.ones(rows, held, dtype=torch.bool), unpack_mask(mask)], dim=1)
     if window is not None:
         key_positions = torch.cat([torch.arange(held), positions])[None, :]
         seen &= positions[:, None] - key_positions < window
@@ -275,6 +324,22 @@ def commit_rows(caches: Tensor, path: Tensor, num_accepted: Tensor, length: Tens
     commit_kernel[(layers * two * groups,)](
         caches, path, num_accepted, length, caches.stride(2), DIM=dim, SLOTS=path.numel(), num_warps=4
     )
+
+
+@contextlib.contextmanager
+def preferred_library(num_rows: int) -> Iterator[None]:
+    """Let cuBLASLt choose the algorithm where its choice is better: measured at 72 rows, 2.5 % over all products."""
+    if not torch.cuda.is_available() or not 16 < num_rows <= 128:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        try:
+            yield
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
 
 
 def _power_of_two(number: int) -> int:

@@ -17,7 +17,7 @@ from dflash_kit.errors import KitError
 from .device_tree import TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
 from .fused_ops import commit_rows
-from .fused_target import FusedTarget, capture, padded_rows
+from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, capture, padded_rows
 
 
 class GreedyRound:
@@ -42,7 +42,8 @@ class GreedyRound:
             self.builder = TreeBuilder(self.depth, target.head.shape[0], max(nodes, 1), self.tree)
         if budget is None:
             self.tree.set_chain()
-        self._graph: Any = None
+        self._graphs: dict[bool, Any] = {}
+        self._held = 0
 
     @torch.no_grad()
     def start(self, input_ids: Tensor) -> int:
@@ -56,6 +57,7 @@ class GreedyRound:
 
         _, choice = self.target.prefill(input_ids, extend)
         self.anchor.copy_(choice)
+        self._held = input_ids.numel()
         return int(choice)
 
     @torch.no_grad()
@@ -63,6 +65,7 @@ class GreedyRound:
         """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them."""
         self.launch()
         said = torch.cat([self.walked.num_accepted.long(), self.walked.emitted]).tolist()
+        self._held += said[0] + 1
         return said[1 : said[0] + 2]
 
     @torch.no_grad()
@@ -71,9 +74,10 @@ class GreedyRound:
         if not self.target.embedding.is_cuda:
             self._work()
             return
-        if self._graph is None:
-            self._graph = self._capture(self._work)
-        self._graph.replay()
+        self.target.long_context = self._held > LONG_CONTEXT_TOKENS
+        if self.target.long_context not in self._graphs:
+            self._graphs[self.target.long_context] = self._capture(self._work)
+        self._graphs[self.target.long_context].replay()
 
     def _work(self) -> None:
         for stage in self.stages().values():

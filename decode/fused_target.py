@@ -19,11 +19,12 @@ from dflash_kit.target import decoder_layers
 
 from .device_tree import TreeBuffers
 from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
-from .fused_ops import Heads, commit_rows
+from .fused_ops import Heads, commit_rows, linear, preferred_library
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 PREFILL_ROWS = 512
+LONG_CONTEXT_TOKENS = 3072
 SLACK_SLOTS = 128
 """Cache slots behind the last row, so that a tile of keys never reaches outside."""
 
@@ -83,6 +84,8 @@ class FusedTarget:
         self.caches = self.embedding.new_zeros(len(layers), 2, heads.num_kv, slots, heads.dim)
         self.length = torch.zeros(1, dtype=torch.int32, device=self.embedding.device)
         self.tables = rope_tables(decoder.rotary_emb, slots, self.embedding)
+        self.long_context = False
+        """How attention is split by passes that run or are captured from now on."""
         self._passes: dict[tuple[int, str], Pass] = {}
 
     @property
@@ -106,10 +109,11 @@ class FusedTarget:
         torch.index_select(self.embedding, 0, tree.tokens, out=b.residual)
         width = self.embedding.shape[1]
         taps = {layer: step.taps[:, i * width : (i + 1) * width] for i, layer in enumerate(self.tap_layer_ids)}
-        rows = Rows(tree.mask, tree.depths, self.length, self.tables)
-        states = run_layers(self.layers, self.caches, rows, b, self.final_norm, self.eps, taps)
+        rows = Rows(tree.mask, tree.depths, self.length, self.tables, self.long_context)
+        with preferred_library(tree.num_rows):
+            states = run_layers(self.layers, self.caches, rows, b, self.final_norm, self.eps, taps)
         if head_rows is not None:
-            torch.mm(states[head_rows], self.head.t(), out=step.logits[head_rows])
+            linear(states[head_rows], self.head, None, step.logits[head_rows])
             torch.argmax(step.logits[head_rows], dim=-1, out=step.choices[head_rows])
 
     @torch.no_grad()

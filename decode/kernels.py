@@ -16,12 +16,15 @@ import triton.language as tl
 @triton.jit
 def add_norm_kernel(
     residual, delta, weight, out, tap, eps, width, tap_stride, HAS_DELTA: tl.constexpr, HAS_TAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual += delta; out = rmsnorm(residual) * weight; tap = residual. One program a row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     states = tl.load(residual + row * width + column, mask=inside, other=0.0)
     if HAS_DELTA:
         added = states.to(tl.float32) + tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -41,6 +44,7 @@ def rope_write_kernel(
     qkv, queries, cache, q_weight, k_weight, cos, sin, depths, length, eps,
     qkv_row_stride, qkv_layer_stride, cache_layer_stride, cache_value_stride, cache_head_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate queries and keys; queries go to ``queries``, keys and values to cache slots length +
     row.
@@ -50,6 +54,9 @@ def rope_write_kernel(
     row, layer = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     held = tl.load(length)
     position = held + tl.load(depths + row)
     dtype = cache.dtype.element_ty
@@ -86,11 +93,14 @@ def rope_write_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = silu(gate) * up for rows of [gate, up]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
@@ -101,31 +111,34 @@ def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 @triton.jit
 def gemv_kernel(
     x, weight, bias, out, width_in, width_out, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = weight @ x for one vector x; with SWIGLU, ``weight`` is [gate; up] and out = silu(gate x) * (up x)."""
+    """out = weight @ x for one vector x; with SWIGLU, ``weight`` is [gate; up] and out = silu(gate x) * (up x).
+
+    The first weights are asked for before the kernel waits for the one that makes x.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = row[:, None] < width_out
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_up = tl.zeros((ROWS, BLOCK), tl.float32)
-    start_row = row.to(tl.int64)[:, None] * width_in
-    for start in range(0, width_in, BLOCK):
-        at = start + column
-        if EVEN:
-            vector = tl.load(x + at).to(tl.float32)[None, :]
-            total += tl.load(weight + start_row + at[None, :], mask=inside, other=0.0).to(tl.float32) * vector
-        else:
-            held = at < width_in
-            vector = tl.load(x + at, mask=held, other=0.0).to(tl.float32)[None, :]
-            tile = tl.load(weight + start_row + at[None, :], mask=inside & held[None, :], other=0.0)
-            total += tile.to(tl.float32) * vector
+    inside = (row < width_out)[:, None]
+    tiles = weight + row.to(tl.int64)[:, None] * width_in + column[None, :]
+    tiles_up = tiles + width_out.to(tl.int64) * width_in
+    mask = inside & (column < width_in)[None, :]
+    tile = tl.load(tiles, mask=mask, other=0.0)
+    if SWIGLU:
+        tile_up = tl.load(tiles_up, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    vector = tl.load(x + column, mask=column < width_in, other=0.0).to(tl.float32)[None, :]
+    total = tile.to(tl.float32) * vector
+    if SWIGLU:
+        total_up = tile_up.to(tl.float32) * vector
+    for start in range(BLOCK, width_in, BLOCK):
+        mask = inside & (start + column < width_in)[None, :]
+        vector = tl.load(x + start + column, mask=start + column < width_in, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(tiles + start, mask=mask, other=0.0).to(tl.float32) * vector
         if SWIGLU:
-            up_row = weight + width_out.to(tl.int64) * width_in + start_row + at[None, :]
-            if EVEN:
-                total_up += tl.load(up_row, mask=inside, other=0.0).to(tl.float32) * vector
-            else:
-                total_up += tl.load(up_row, mask=inside & (at < width_in)[None, :], other=0.0).to(tl.float32) * vector
+            total_up += tl.load(tiles_up + start, mask=mask, other=0.0).to(tl.float32) * vector
     dtype = out.dtype.element_ty
     result = tl.sum(total, axis=1)
     if SWIGLU:
@@ -135,6 +148,64 @@ def gemv_kernel(
     if HAS_BIAS:
         result += tl.load(bias + row, mask=row < width_out, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(dtype), mask=row < width_out)
+
+
+@triton.jit
+def skinny_kernel(
+    x, weight, bias, out, num_rows, width_in, width_out, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FEATURES: tl.constexpr, STEP: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out (R, N) = x (R, D) @ weight.T for few rows: each program reads FEATURES weight rows once, for all x.
+
+    MAIN + EXTRA rows of x are computed (two powers of two, EXTRA may be 0). SWIGLU as in ``gemv_kernel``.
+    """
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    column = tl.arange(0, STEP)
+    row, row_extra = tl.arange(0, MAIN), MAIN + tl.arange(0, 16)
+    inside = (feature < width_out)[:, None]
+    tiles = weight + feature.to(tl.int64)[:, None] * width_in + column[None, :]
+    tiles_up = tiles + width_out.to(tl.int64) * width_in
+    rows_at = x + row[None, :] * width_in + column[:, None]
+    extra_at = x + row_extra[None, :] * width_in + column[:, None]
+    held, held_extra = (row < num_rows)[None, :], (row_extra < num_rows)[None, :]
+    total = tl.zeros((FEATURES, MAIN), tl.float32)
+    total_up = tl.zeros((FEATURES, MAIN), tl.float32)
+    extra = tl.zeros((FEATURES, 16), tl.float32)
+    extra_up = tl.zeros((FEATURES, 16), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for start in range(0, width_in, STEP):
+        left = width_in - start
+        states = tl.load(rows_at + start, mask=held & (column < left)[:, None], other=0.0)
+        tile = tl.load(tiles + start, mask=inside & (column < left)[None, :], other=0.0)
+        total = tl.dot(tile, states, total, input_precision="ieee")
+        if EXTRA > 0:
+            states_extra = tl.load(extra_at + start, mask=held_extra & (column < left)[:, None], other=0.0)
+            extra = tl.dot(tile, states_extra, extra, input_precision="ieee")
+        if SWIGLU:
+            tile_up = tl.load(tiles_up + start, mask=inside & (column < left)[None, :], other=0.0)
+            total_up = tl.dot(tile_up, states, total_up, input_precision="ieee")
+            if EXTRA > 0:
+                extra_up = tl.dot(tile_up, states_extra, extra_up, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    if SWIGLU:
+        total = _swiglu(total, total_up, dtype)
+        extra = _swiglu(extra, extra_up, dtype)
+    if HAS_BIAS:
+        offset = tl.load(bias + feature, mask=feature < width_out, other=0.0).to(tl.float32)[:, None]
+        total += offset
+        extra += offset
+    to = out + feature[:, None]
+    tl.store(to + row[None, :] * width_out, total.to(dtype), mask=inside & held)
+    if EXTRA > 0:
+        tl.store(to + row_extra[None, :] * width_out, extra.to(dtype), mask=inside & held_extra)
+
+
+@triton.jit
+def _swiglu(gate, up, dtype: tl.constexpr):
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def _absorb(scores, values, best, weight, total):
 def tree_attention_kernel(
     queries, cache, mask, depths, length, out, partial, log_sums, num_rows, mask_stride, value_stride, head_stride, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -39,6 +39,9 @@ def tree_attention_kernel(
     dim = tl.arange(0, DIM)
     column = tl.arange(0, BLOCK_N)
     used = row < num_rows
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
     held = tl.load(length)
     keys = cache + kv_head.to(tl.int64) * head_stride
@@ -85,7 +88,14 @@ def tree_attention_kernel(
         value = tl.load(values + slot[:, None] * DIM + dim[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale
         visible = used[:, None] & inside[None, :]
-        seen = tl.load(mask + row[:, None] * mask_stride + node[None, :], mask=visible, other=0) != 0
+        # One or two words of 64 bits say which nodes of this tile a row may look at.
+        at_word = mask + row * mask_stride + (block - prefix) * (BLOCK_N // 64)
+        word = tl.load(at_word, mask=used, other=0)[:, None]
+        if BLOCK_N == 128:
+            more = (block - prefix) * 2 + 1 < mask_stride
+            word = tl.where(column[None, :] < 64, word, tl.load(at_word + 1, mask=used & more, other=0)[:, None])
+        seen = ((word >> (column % 64).to(tl.int64)[None, :]) & 1) != 0
+        seen = seen & visible
         if WINDOW > 0:
             node_depth = tl.load(depths + node, mask=inside, other=0)
             seen = seen & (row_depth[:, None] - node_depth[None, :] < WINDOW)
@@ -103,11 +113,14 @@ def tree_attention_kernel(
 
 
 @triton.jit
-def merge_kernel(partial, log_sums, out, num_heads_total, DIM: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr):
+def merge_kernel(partial, log_sums, out, num_heads_total, DIM: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr):
     """Merge the splits of HEADS (row, head) pairs; ``num_heads_total`` = R * H."""
     at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIM)
     inside = at < num_heads_total
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):
         best = tl.maximum(best, tl.load(log_sums + split * num_heads_total + at, mask=inside, other=0.0))

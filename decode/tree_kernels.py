@@ -1,7 +1,7 @@
 """Triton kernels that build a draft tree, walk it and mask it on the device; `device_tree` explains and calls them.
 
-Shape legend: M depths, K ranks kept per depth, B budget, P candidate pairs, F frontier buffer, A buffer of kept nodes,
-R rows (root + nodes, padded). A *record* is a node that was kept at some level: record id = depth index * F + place.
+Shape legend: M depths, K ranks kept per depth, F buffer of kept nodes, R rows (root + nodes, padded).
+A *record* is a node that was kept at some level: record id = depth index * F + place.
 """
 
 # mypy: ignore-errors
@@ -56,42 +56,31 @@ def rank_kernel(
 
 
 @triton.jit
-def _sort_pairs(key, payload, place, COUNT: tl.constexpr):
-    """Ascending bitonic sort of (key, payload); pairs are distinct because payloads are."""
-    size = 2
-    while size <= COUNT:
-        stride = size // 2
-        while stride > 0:
-            partner = place ^ stride
-            other_key, other_payload = tl.gather(key, partner, 0), tl.gather(payload, partner, 0)
-            other_less = (other_key < key) | ((other_key == key) & (other_payload < payload))
-            wants_less = ((place & stride) == 0) == ((place & size) == 0)
-            swap = other_less == wants_less
-            key, payload = tl.where(swap, other_key, key), tl.where(swap, other_payload, payload)
-            stride = stride // 2
-        size = size * 2
-    return key, payload
+def _count_up_to(keys, num_alive, edge, CHUNK: tl.constexpr):
+    """How many of the first ``num_alive`` keys are at most ``edge``."""
+    total = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, num_alive, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        total += (tl.load(keys + at, mask=at < num_alive, other=DEAD) <= edge).to(tl.int32)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def grow_kernel(
-    log_probs, pair_parents, pair_ranks, frontier_scores, frontier_records, kept_keys, kept_records, record_parents,
-    record_ranks, num_kept_out, num_depths, num_ranks, budget, num_pairs,
-    PAIRS: tl.constexpr, FRONTIER: tl.constexpr, KEPT: tl.constexpr,
+    log_probs, pairs, pair_ends, frontier_scores, frontier_records, level_keys, keys, items, record_parents, record_ranks,
+    num_kept_out, num_depths, num_ranks, budget, capacity,
+    FRONTIER: tl.constexpr, CHUNK: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     """Grow the tree level by level in one program.
 
     Keys are the bits of |score| in float64, so a smaller key is a better path. A level's candidates are the frontier's
-    paths (best first) times the ranks of the next depth; the i-th path with rank r has (i + 1)(r + 1) paths no worse
-    than itself, so only pairs with (i + 1)(r + 1) <= budget are tried. The budget-th key of kept nodes and candidates
-    together, found by bisection, decides who stays.
+    paths (best first) times the ranks of the next depth. The i-th path (from 0) with rank r has (i + 1)(r + 1)
+    candidates and i + 1 frontier paths no worse than itself, so only pairs with (i + 1)(r + 2) <= budget are tried,
+    and of these only the ones inside the present edge. The edge is the budget-th key of kept nodes and candidates
+    together; bisection finds it. ``keys`` and ``items`` are two buffers of ``capacity``, used in turn. An item is a
+    record's id, or for a candidate the negative code of its parent's record and its rank.
     """
-    pair = tl.arange(0, PAIRS)
     place = tl.arange(0, FRONTIER)
-    kept_place = tl.arange(0, KEPT)
-    parent = tl.load(pair_parents + pair, mask=pair < num_pairs, other=0)
-    rank = tl.load(pair_ranks + pair, mask=pair < num_pairs, other=0)
-    pair_used = (pair < num_pairs) & (rank < num_ranks)
     num_frontier = tl.minimum(budget, num_ranks)
     num_kept = num_frontier
     scores = tl.load(log_probs + place, mask=place < num_frontier, other=0.0).to(tl.float64)
@@ -99,69 +88,77 @@ def grow_kernel(
     tl.store(frontier_records + place, place)
     tl.store(record_parents + place, -1)
     tl.store(record_ranks + place, place)
-    kept_inside = kept_place < num_frontier
-    first = tl.load(log_probs + kept_place, mask=kept_inside, other=0.0).to(tl.float64)
-    tl.store(kept_keys + kept_place, tl.where(kept_inside, tl.abs(first).to(tl.int64, bitcast=True), DEAD))
-    tl.store(kept_records + kept_place, kept_place)
+    tl.store(keys + place, tl.abs(scores).to(tl.int64, bitcast=True), mask=place < num_frontier)
+    tl.store(items + place, place, mask=place < num_frontier)
+    best_key = tl.min(tl.where(place < num_frontier, tl.abs(scores).to(tl.int64, bitcast=True), DEAD), axis=0)
+    edge = tl.full((), DEAD - 1, tl.int64)
     tl.debug_barrier()
     for depth in range(1, num_depths):
-        used = pair_used & (parent < num_frontier)
-        score = tl.load(frontier_scores + parent, mask=used, other=0.0)
-        score += tl.load(log_probs + depth * num_ranks + rank, mask=used, other=0.0).to(tl.float64)
-        record = tl.load(frontier_records + parent, mask=used, other=0)
-        key = tl.where(used, tl.abs(score).to(tl.int64, bitcast=True), DEAD)
-        kept_key = tl.load(kept_keys + kept_place)
-        kept_record = tl.load(kept_records + kept_place)
-        low = tl.min(kept_key, axis=0)
-        high = tl.full((), DEAD - 1, tl.int64)
-        within = tl.sum((kept_key <= high).to(tl.int32), axis=0)
-        if within >= budget:
-            high = tl.max(tl.where(kept_key < DEAD, kept_key, 0), axis=0)
-        count = within + tl.sum((key <= high).to(tl.int32), axis=0)
-        if count > budget:
+        keys_in, items_in = keys + (depth - 1) % 2 * capacity, items + (depth - 1) % 2 * capacity
+        keys_out, items_out = keys + depth % 2 * capacity, items + depth % 2 * capacity
+        num_alive = num_kept
+        num_pairs = tl.load(pair_ends + num_frontier)
+        for start in range(0, num_pairs, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            pair = tl.load(pairs + at, mask=at < num_pairs, other=0)
+            parent, rank = pair >> 16, pair & 0xFFFF
+            used = (at < num_pairs) & (rank < num_ranks)
+            score = tl.load(frontier_scores + parent, mask=used, other=0.0)
+            score += tl.load(log_probs + depth * num_ranks + rank, mask=used, other=0.0).to(tl.float64)
+            record = tl.load(frontier_records + parent, mask=used, other=0)
+            key = tl.abs(score).to(tl.int64, bitcast=True)
+            alive = used & (key <= edge)
+            counted = tl.cumsum(alive.to(tl.int32), axis=0)
+            slot = num_alive + counted - 1
+            tl.store(keys_in + slot, key, mask=alive)
+            tl.store(items_in + slot, -1 - (record * 1024 + rank), mask=alive)
+            num_alive += tl.max(counted, axis=0)
+        tl.debug_barrier()
+        if num_alive > budget:
+            low, high = best_key, edge
             while low < high:
                 middle = low + (high - low) // 2
-                count = tl.sum((key <= middle).to(tl.int32), axis=0)
-                count += tl.sum((kept_key <= middle).to(tl.int32), axis=0)
+                count = _count_up_to(keys_in, num_alive, middle, CHUNK)
                 high = tl.where(count >= budget, middle, high)
                 low = tl.where(count < budget, middle + 1, tl.where(count == budget, middle, low))
-        threshold = high
-        # Strictly better nodes always fit; among those that tie with the last, the buffers take the first.
-        better, tied = key < threshold, key == threshold
-        kept_better, kept_tied = kept_key < threshold, kept_key == threshold
-        packed = tl.cumsum(better.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
-        kept_packed = tl.cumsum(kept_better.to(tl.int32) + (kept_tied.to(tl.int32) << 16), axis=0)
-        num_better, num_tied = tl.sum(better.to(tl.int32), axis=0), tl.sum(tied.to(tl.int32), axis=0)
-        num_kept_better = tl.sum(kept_better.to(tl.int32), axis=0)
-        num_kept_tied = tl.sum(kept_tied.to(tl.int32), axis=0)
-        slot = tl.where(better, (packed & 0xFFFF) - 1, num_better + (packed >> 16) - 1)
-        stays = (better | tied) & (slot < FRONTIER)
-        new_record = depth * FRONTIER + slot
-        num_new = tl.minimum(num_better + num_tied, FRONTIER)
-        num_new_tied = num_new - num_better
-        tl.debug_barrier()
-        tl.store(frontier_scores + slot, score, mask=stays)
-        tl.store(record_parents + new_record, record, mask=stays)
-        tl.store(record_ranks + new_record, rank, mask=stays)
-        tied_base = num_kept_better + num_better
-        kept_slot = tl.where(kept_better, (kept_packed & 0xFFFF) - 1, tied_base + (kept_packed >> 16) - 1)
-        kept_stays = (kept_better | kept_tied) & (kept_slot < KEPT)
-        new_slot = tl.where(better, num_kept_better + slot, tied_base + num_kept_tied + slot - num_better)
-        new_stays = stays & (new_slot < KEPT)
-        tl.store(kept_keys + kept_slot, kept_key, mask=kept_stays)
-        tl.store(kept_records + kept_slot, kept_record, mask=kept_stays)
-        tl.store(kept_keys + new_slot, key, mask=new_stays)
-        tl.store(kept_records + new_slot, new_record, mask=new_stays)
-        num_kept = tl.minimum(tied_base + num_kept_tied + num_new_tied, KEPT)
-        tl.store(kept_keys + kept_place, tl.full((KEPT,), DEAD, tl.int64), mask=kept_place >= num_kept)
+            edge = high
+        # Strictly better nodes always fit; of those that tie with the edge, the buffers take the first.
+        num_better, num_tied = 0, _count_up_to(keys_in, num_alive, edge - 1, CHUNK)
+        num_new = 0
+        for start in range(0, num_alive, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            key = tl.load(keys_in + at, mask=at < num_alive, other=DEAD)
+            item = tl.load(items_in + at, mask=at < num_alive, other=0)
+            better, tied = key < edge, key == edge
+            packed = tl.cumsum(better.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
+            slot = tl.where(better, num_better + (packed & 0xFFFF), num_tied + (packed >> 16)) - 1
+            stays = (better | tied) & (slot < FRONTIER)
+            is_new = stays & (item < 0)
+            counted = tl.cumsum(is_new.to(tl.int32), axis=0)
+            new_place = num_new + counted - 1
+            code = -1 - item
+            tl.store(level_keys + new_place, key, mask=is_new)
+            tl.store(record_parents + depth * FRONTIER + new_place, code >> 10, mask=is_new)
+            tl.store(record_ranks + depth * FRONTIER + new_place, code & 1023, mask=is_new)
+            tl.store(keys_out + slot, key, mask=stays)
+            tl.store(items_out + slot, tl.where(is_new, depth * FRONTIER + new_place, item), mask=stays)
+            last = tl.max(packed & 0xFFFF, axis=0)
+            num_better += last
+            num_tied += tl.max(packed >> 16, axis=0)
+            num_new += tl.max(counted, axis=0)
+        num_kept = tl.minimum(num_tied, FRONTIER)
         tl.debug_barrier()
         if depth + 1 < num_depths:  # nobody reads the order of the last level
-            level_score = tl.load(frontier_scores + place, mask=place < num_new, other=float("-inf"))
-            level_key = tl.abs(level_score).to(tl.int64, bitcast=True)
-            level_key, level_place = _sort_pairs(level_key, place, place, FRONTIER)
-            tl.debug_barrier()
-            tl.store(frontier_scores + place, -level_key.to(tl.float64, bitcast=True))
-            tl.store(frontier_records + place, depth * FRONTIER + level_place)
+            # A path's place among the level's is the number of better ones; of equal ones the earlier is better.
+            key = tl.load(level_keys + place, mask=place < num_new, other=DEAD)
+            order = tl.zeros((FRONTIER,), tl.int32)
+            for start in range(0, num_new, COMPARED):
+                other = start + tl.arange(0, COMPARED)
+                other_key = tl.load(level_keys + other, mask=other < num_new, other=DEAD)[None, :]
+                earlier = (other[None, :] < place[:, None]) & (other_key == key[:, None])
+                order += tl.sum(((other_key < key[:, None]) | earlier).to(tl.int32), axis=1)
+            tl.store(frontier_scores + order, -key.to(tl.float64, bitcast=True), mask=place < num_new)
+            tl.store(frontier_records + order, depth * FRONTIER + place, mask=place < num_new)
             tl.debug_barrier()
         num_frontier = tl.minimum(num_new, budget)
     tl.store(num_kept_out, num_kept)
@@ -189,7 +186,7 @@ def _path_words(record, used, record_parents, record_ranks, num_depths, FRONTIER
 def order_kernel(
     kept_keys, kept_records, num_kept_in, record_parents, record_ranks, record_rows, row_records, ranked_ids, tokens,
     depths, num_nodes, num_depths, num_ranks, budget,
-    FRONTIER: tl.constexpr, KEPT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    FRONTIER: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens and depths."""
     num_kept = tl.load(num_kept_in)
@@ -199,7 +196,7 @@ def order_kernel(
     record = tl.load(kept_records + mine, mask=used, other=-1)
     first, second, third = _path_words(record, used, record_parents, record_ranks, num_depths, FRONTIER)
     before = tl.zeros((MINE,), tl.int32)
-    for start in range(0, KEPT, CHUNK):
+    for start in range(0, FRONTIER, CHUNK):
         theirs = start + tl.arange(0, CHUNK)
         there = theirs < num_kept
         other_key = tl.load(kept_keys + theirs, mask=there, other=DEAD)
@@ -231,26 +228,28 @@ def order_kernel(
 
 @triton.jit
 def mask_kernel(
-    row_records, record_rows, record_parents, num_nodes, parents, mask, num_rows, num_depths,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    row_records, record_rows, record_parents, num_nodes, parents, mask, num_rows, num_words, num_depths,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Parent rows and the ancestor mask (R, R); rows behind the last node see the root and themselves."""
+    """Parent rows and the ancestor bits (R, words); rows behind the last node see the root and themselves."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    word = tl.arange(0, WORDS)[None, :]
     is_node = (row >= 1) & (row <= tl.load(num_nodes))
-    seen = (column[None, :] == 0) | (column[None, :] == row[:, None])
+    one = tl.full((ROWS, WORDS), 1, tl.int64)
+    bits = tl.where(word == 0, one, 0) | tl.where(
+        word == row[:, None] // 64, one << (row[:, None] % 64).to(tl.int64), 0
+    )
     record = tl.load(row_records + row, mask=is_node, other=-1)
     parent = tl.where(is_node, 0, -1)
-    for step in range(num_depths):
+    for step in range(0, num_depths):
         record = tl.load(record_parents + record, mask=record >= 0, other=-1)
         ancestor = tl.load(record_rows + record, mask=record >= 0, other=0)
-        seen = seen | (column[None, :] == ancestor[:, None])
+        bits = bits | tl.where(word == ancestor[:, None] // 64, one << (ancestor[:, None] % 64).to(tl.int64), 0)
         if step == 0:
             parent = tl.where(is_node, ancestor, -1)
-    if tl.program_id(1) == 0:
-        tl.store(parents + row, parent, mask=row < num_rows)
-    inside = (row[:, None] < num_rows) & (column[None, :] < num_rows)
-    tl.store(mask + row[:, None] * num_rows + column[None, :], seen.to(tl.uint8), mask=inside)
+    tl.store(parents + row, parent, mask=row < num_rows)
+    inside = (row[:, None] < num_rows) & (word < num_words)
+    tl.store(mask + row[:, None] * num_words + word, bits, mask=inside)
 
 
 @triton.jit

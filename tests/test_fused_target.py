@@ -205,7 +205,7 @@ def test_device_tree_equals_the_heap() -> None:
             assert buffers.tokens[1 : count + 1].tolist() == tree.tokens.tolist()
             assert buffers.depths[1 : count + 1].tolist() == tree.depths.tolist()
             assert buffers.parents[1 : count + 1].tolist() == tree.parents.tolist()
-            mask = buffers.mask[: count + 1, : count + 1].bool().cpu()
+            mask = fused_ops.unpack_mask(buffers.mask.cpu())[: count + 1, : count + 1]
             assert torch.equal(mask, ancestor_mask(tree.parents))
 
 
@@ -244,7 +244,7 @@ def test_other_architectures_are_refused() -> None:
 def test_attention_kernel(dtype: torch.dtype, rows: int, held: int, window: int | None) -> None:
     generator = torch.Generator().manual_seed(rows)
     tree = build_tree(torch.randn(5, 20, generator=generator), rows - 1)
-    mask = ancestor_mask(tree.parents).to(torch.uint8)
+    mask = fused_ops.pack_mask(ancestor_mask(tree.parents))
     depths = torch.cat([torch.zeros(1), tree.depths]).to(torch.int32)
     queries, cache = torch.randn(rows, 6, 32, generator=generator), torch.randn(2, 2, 256, 32, generator=generator)
     queries, cache = queries.to(dtype), cache.to(dtype)
@@ -252,7 +252,7 @@ def test_attention_kernel(dtype: torch.dtype, rows: int, held: int, window: int 
         queries.double(), cache.double(), mask, depths, held, torch.zeros(rows, 192).double(), 32**-0.5, window
     )
     length = torch.tensor([held], dtype=torch.int32, device=DEVICE)
-    for config in ((16, 16, 3, 4, 1), (32, 32, 1, 4, 2)):
+    for config in ((16, 64, 3, 4, 1), (32, 128, 1, 4, 2)):
         out = torch.full((rows, 192), float("nan"), dtype=dtype, device=DEVICE)
         fused_ops.tree_attention(
             queries.to(DEVICE), cache.to(DEVICE), mask.to(DEVICE), depths.to(DEVICE), length, out, scale=32**-0.5,
