@@ -38,6 +38,8 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     )
     torch.manual_seed(config.seed)
     drafter = Drafter(job.drafter).to(device)
+    if on_gpu:  # fuses norms, rotary embedding and SwiGLU; replay calls the drafter's parts, which stay eager
+        drafter.compile(dynamic=False)
     optimizer = make_optimizer(drafter, job, device)
     model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
     model.train()

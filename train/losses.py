@@ -7,17 +7,20 @@ and one for its gradient; no weight gradient, no recomputation.
 Shape legend: M slots with a weight, C slots of a chunk, D hidden size, V vocabulary, N blocks, B block size.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dflash_kit.target_ends import TargetEnds
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
-CHUNK_BYTES = 64 << 20
-"""Size of the logits that are held at a time."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}
+"""Size of the float32 logits of a chunk: caches like it small, a GPU needs a thousand slots to be busy."""
 
 
 def default_gamma(block_size: int) -> float:
@@ -35,17 +38,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ends: TargetEnds, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        needs_grad = hidden.requires_grad
+        needs_grad, count = hidden.requires_grad, len(labels)
+        grade = _grade_kernel(hidden.device.type)
+        if hidden.is_cuda:  # a last chunk of another length would be compiled anew at every step
+            missing = -count % chunk
+            hidden, labels = functional.pad(hidden, (0, 0, 0, missing)), functional.pad(labels, (0, missing))
         losses = hidden.new_empty(len(labels), dtype=torch.float32)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if needs_grad else None
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
-            losses[part], correct[part], logits_gradient = _chunk(hidden[part], ends, labels[part], needs_grad)
+            logits = functional.linear(hidden[part], ends.head)
+            losses[part], correct[part], logits_gradient, label_gradient = grade(
+                logits, labels[part], ends.logit_softcap, needs_grad
+            )
             if gradient is not None:
-                gradient[part] = logits_gradient @ ends.head
+                logits_gradient.scatter_(1, labels[part, None], label_gradient[:, None])
+                torch.mm(logits_gradient, ends.head, out=gradient[part])
         if gradient is not None:
-            ctx.save_for_backward(gradient)
+            ctx.save_for_backward(gradient[:count])
+        losses, correct = losses[:count].clone(), correct[:count].clone()
         ctx.mark_non_differentiable(correct)
         return losses, correct
 
@@ -55,29 +67,43 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return gradient * grads[0][:, None].to(gradient.dtype), None, None, None
 
 
-def _chunk(hidden: Tensor, ends: TargetEnds, labels: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (C,), hit (C,) and the loss's gradient with respect to the bare product with the head (C, V)."""
-    logits = ends.logits(hidden).float()
-    columns = labels[:, None]
-    picked = logits.gather(1, columns).squeeze(1)
+def _grade(
+    logits: Tensor, labels: Tensor, softcap: float | None, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss (C,), hit (C,), and the loss's gradient with respect to the bare product with the head.
+
+    The gradient comes as that of all columns as if none were the label (C, V), and that of the label itself (C,).
+    """
+    dtype, squash = logits.dtype, None
+    logits = logits.float()
+    if softcap is not None:
+        squashed = torch.tanh(logits / softcap)
+        logits = squashed * softcap
+        squash = 1 - squashed.square()
+    picked = logits.gather(1, labels[:, None]).squeeze(1)
     best = logits.amax(1)
-    squash = None
-    if needs_grad and ends.logit_softcap is not None:
-        squash = 1 - (logits / ends.logit_softcap).square()
     # The maximum is at hand, so logsumexp is formed in place instead of in a second copy of the logits.
     logits.sub_(best[:, None]).exp_()
     total = logits.sum(1)
     losses = best + total.log() - picked
+    label_gradient = torch.expm1(-losses)
     if needs_grad:
         logits.div_(total[:, None])
-        logits.scatter_add_(1, columns, logits.new_full((1, 1), -1.0).expand(len(columns), 1))
         if squash is not None:
             logits.mul_(squash)
-    return losses, picked == best, logits.to(hidden.dtype)
+    if softcap is not None:
+        label_gradient = label_gradient * (1 - (picked / softcap).square())
+    return losses, picked == best, logits.to(dtype), label_gradient.to(dtype)
+
+
+@functools.cache
+def _grade_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """``_grade``, compiled on GPUs: eager, it would write the float32 logits to memory five times."""
+    return torch.compile(_grade, dynamic=False) if device_type == "cuda" else _grade
 
 
 def slot_cross_entropy(
-    hidden: Tensor, ends: TargetEnds, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES
+    hidden: Tensor, ends: TargetEnds, labels: Tensor, *, chunk_bytes: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy and hit of each slot.
 
@@ -85,12 +111,15 @@ def slot_cross_entropy(
         hidden: (M, D) final-normed hidden states of the slots.
         ends: the target's head.
         labels: (M,) int64 true tokens.
-        chunk_bytes: how large the float32 logits of a chunk may be.
+        chunk_bytes: how large the float32 logits of a chunk may be; None takes what suits the device.
 
     Returns:
         losses (M,) float32, differentiable with respect to ``hidden``; correct (M,) bool.
     """
+    chunk_bytes = CHUNK_BYTES[hidden.device.type] if chunk_bytes is None else chunk_bytes
     chunk = max(1, chunk_bytes // (4 * ends.head.shape[0]))
+    if chunk > 64:
+        chunk -= chunk % 64  # whole tiles
     losses, correct = _ChunkedCrossEntropy.apply(hidden.to(ends.head.dtype), ends, labels, chunk)
     return losses, correct
 
