@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,10 @@ def launched_environment(**extra: str) -> dict[str, str]:
     launcher = ("ACCELERATE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     return kept | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
