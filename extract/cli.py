@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,11 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(config.out)
     manifest = inspect_folder(folder, header)
     done_ids = {row_id for entry in manifest.shards for row_id in entry.ids}
+    plan = build_plan(config, spec, header, done_ids)
     if not config.dry_run:
         with ShardWriter(folder, header) as writer:  # mends what a killed run left, and takes its rows over
-            done_ids = writer.done_ids
+            plan.take_done(writer.done_ids)
         save_config(config, folder / CONFIG_NAME)
-    plan = build_plan(config, spec, header, done_ids)
     print_plan(plan, header, folder)
     if config.dry_run:
         print(json.dumps({**plan.summary(), "to_do": len(plan.samples), "max_bytes": plan.max_bytes(header)}))
@@ -125,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     totals = run(config, spec, header, plan)
     if config.verify:
         print_report(verify_shards(folder))
+    print_totals(totals, folder)
     print(json.dumps({"out": str(folder), **plan.summary(), **totals}))
     return 0
 
@@ -171,6 +173,8 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
     folder = Path(config.out)
     require_free_bytes(folder, plan.max_bytes(header), "the extraction")
     on_gpu = torch.cuda.is_available()
+    if not on_gpu and header.compute_dtype != "float32":
+        print(f"note: {header.compute_dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)
     default_seqs = 256 if on_gpu else (64 if config.engine == "vllm" else 16)
     job = Job(
         spec=spec,
@@ -197,6 +201,17 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         "elapsed_s": round(progress.elapsed_s, 1),
         "tokens_per_s": round(progress.num_tokens / max(progress.working_s, 1e-9), 1),
     }
+
+
+def print_totals(totals: dict[str, Any], folder: Path) -> None:
+    """One line for people."""
+    if totals["rows_added"] == 0:
+        print(f"nothing to add: {folder} holds all {totals['rows']} rows")
+        return
+    print(
+        f"{totals['rows']} rows in {folder}, {totals['rows_added']} of them new: {totals['tokens_added']:,} tokens in "
+        f"{totals['elapsed_s']:.0f} s ({totals['tokens_per_s']:.0f} tokens/s once the engine was up)"
+    )
 
 
 def print_plan(plan: Plan, header: ShardsHeader, folder: Path) -> None:

@@ -25,6 +25,12 @@ class Plan:
     drops: Counter[str] = field(default_factory=Counter)
     """Lines left out, by reason."""
 
+    def take_done(self, done_ids: set[str]) -> None:
+        """Leave out samples whose rows turned out to be in the shards already."""
+        todo = [sample for sample in self.samples if sample.id not in done_ids]
+        self.num_done += len(self.samples) - len(todo)
+        self.samples = todo
+
     @property
     def max_tokens(self) -> int:
         """Tokens to be stored at most."""

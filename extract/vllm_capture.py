@@ -55,6 +55,8 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM ends its workers by signal, whereupon Python remarks on their shared memory.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.platforms import current_platform
 
@@ -66,7 +68,9 @@ def prepare_environment() -> None:
 def cpu_environment() -> dict[str, str]:
     """Settings under which the CPU build is fast: every core, and Intel's OpenMP where it is installed."""
     cores = sorted(os.sched_getaffinity(0))
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cache_gib = max(1, min(4, memory_bytes // 4 >> 30))
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if platform.machine() == "x86_64" and openmp.exists():
         settings["LD_PRELOAD"] = str(openmp)  # takes effect in the engine's processes, which are started afresh

@@ -222,6 +222,11 @@ def test_too_little_disk_is_refused_before_the_work(tiny_target, prompts, tmp_pa
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_without_vllm_the_other_engine_is_named(tiny_target, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("extract.vllm_capture.util.find_spec", lambda name: None)
+    refuses("vLLM is not installed.*--engine transformers", *arguments(tiny_target, prompts, tmp_path, "--engine=vllm"))
+
+
 def test_the_command_says_one_line_and_exits_with_2(prompts, tmp_path):
     result = run_command("extract/dump.py", *arguments(tmp_path / "absent", prompts, tmp_path / "s"))
     assert result.returncode == 2

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_shards
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
 from extract import vllm_capture
@@ -70,7 +71,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def capture(smollm2, environment, tmp_path_factory):
-    """Forty samples captured in batches of eight, and the first six again, one by one, by the same engine."""
+    """Forty samples in batches of eight, six again one by one, and one that the writer refuses; one engine."""
     spec, tokenizer = TargetSpec.from_pretrained(smollm2), load_tokenizer(smollm2)
     header = ShardsHeader.from_target(
         spec,
@@ -107,7 +108,10 @@ def capture(smollm2, environment, tmp_path_factory):
         reports = list(vllm_capture._Run(engine, job, plan.samples).run())
         for sample in plan.samples[:6]:
             list(vllm_capture._Run(engine, job, [replace(sample, id="single-" + sample.id)]).run())
-        vllm_capture._Run(engine, job, []).finish(plan.summary())
+        engine.collective_rpc("shard_writer_flush")
+        repeated = vllm_capture._Run(engine, job, plan.samples[:1])
+        with pytest.raises(KitError, match=f"sample {plan.samples[0].id} was captured twice"):
+            list(repeated.run())
     finally:
         vllm_capture._stop(engine)
     return plan, reports, open_shards(job.folder)
@@ -123,7 +127,6 @@ def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
     assert sum(report.num_rows for report in reports) == 40
     assert sum(report.num_tokens for report in reports) == sum(shards.lengths[:40])
     assert verify_shards(shards.folder).problems == []
-    assert shards.summary == {"asked": 40, "dropped": {}}
 
 
 def test_rows_are_the_prompt_the_greedy_answer_and_their_states(capture, smollm2):
@@ -186,6 +189,7 @@ def test_a_killed_run_frees_the_folder_and_the_same_command_finishes(smollm2, tm
     assert (last["rows"], last["rows_added"]) == (10, 10 - len(kept))
     assert all(path.read_bytes() == data for path, data in kept.items())
     assert len(set(open_shards(out).ids)) == 10
+    assert open_shards(out).summary == {"asked": 10, "dropped": {}}
     assert verify_shards(out).problems == []
     with ShardWriter(out, open_shards(out).header) as writer:
         assert len(writer.done_ids) == 10
