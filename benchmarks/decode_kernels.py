@@ -6,6 +6,7 @@ Each operation is captured several times in one CUDA graph, over rotating weight
 Shapes are those of an 8B target. Prints a table; the numbers chosen from it stand in `decode/fused_ops.py`.
 """
 
+# ruff: noqa: B023 (every closure runs before its loop variable changes)
 from __future__ import annotations
 
 import sys
@@ -130,7 +131,8 @@ def gemv() -> None:
             fused_ops.gemv_shape = lambda *_, shape=(rows, block, warps): shape  # type: ignore[assignment]
             us = replay_us([lambda w=w: fused_ops.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
             print(
-                f"{name:8} rows {rows:2} block {block:4} warps {warps}: {us:7.1f} us {weights[0].numel() * 2 / us / 1e6:5.2f} TB/s"
+                f"{name:8} rows {rows:2} block {block:4} warps {warps}: {us:7.1f} us "
+                f"{weights[0].numel() * 2 / us / 1e6:5.2f} TB/s"
             )
 
 

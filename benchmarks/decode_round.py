@@ -38,11 +38,13 @@ from dflash_kit.target import tap_layer_ids
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
-        "family": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936,
+        "family": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288,
+        "vocab_size": 151936,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     },
     "qwen3-4b": {
-        "family": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151936,
+        "family": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728,
+        "vocab_size": 151936,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     },
     "smollm2-135m": {
@@ -72,7 +74,8 @@ def random_drafter(shape: dict[str, Any], block_size: int, num_layers: int) -> D
     taps = tap_layer_ids(shape["num_hidden_layers"], 5 if shape["num_hidden_layers"] > 7 else 1)
     config = DrafterConfig(
         **{name: shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
-        num_key_value_heads=shape["num_key_value_heads"], vocab_size=shape["vocab_size"], rms_norm_eps=1e-6, rope_theta=1e6,
+        num_key_value_heads=shape["num_key_value_heads"], vocab_size=shape["vocab_size"], rms_norm_eps=1e-6,
+        rope_theta=1e6,
         max_position_embeddings=16384, block_size=block_size, mask_token_id=7, target_layer_ids=tuple(taps),
         num_target_layers=shape["num_hidden_layers"], layer_types=("full_attention",) * num_layers,
         layer_causal=(False,) * num_layers,
@@ -220,7 +223,8 @@ def measure_shape(name: str, args: argparse.Namespace, rates: dict[str, float]) 
             if budget != 0:
                 floor += floor_ms(shape, args.block_size, context, rates, args.drafter_layers, taps)
             entry = {
-                "shape": name, "context": context, "method": method, "budget": budget, "rows_padded": rounds.step.tree.num_rows,
+                "shape": name, "context": context, "method": method, "budget": budget,
+                "rows_padded": rounds.step.tree.num_rows,
                 "round_ms": round(whole, 3), "with_host_ms": round(with_host, 3), "floor_ms": round(floor, 3),
                 "stages_ms": {stage: round(value, 3) for stage, value in stages.items()},
             }  # fmt: skip
@@ -263,7 +267,8 @@ def main() -> None:
         "benchmark": "decode_round", "date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "dtype": "bfloat16", "batch": 1, "weights": "random, target and drafter",
-        "block_size": args.block_size, "drafter_layers": args.drafter_layers, "ceilings": rates, "tree_build_ms": build, "results": results,
+        "block_size": args.block_size, "drafter_layers": args.drafter_layers, "ceilings": rates,
+        "tree_build_ms": build, "results": results,
     }  # fmt: skip
     line = json.dumps(report)
     if args.out:

@@ -159,8 +159,10 @@ class TreeBuilder:
         chunk = max(64, min(1024, 4 * self.budget))
         grow_kernel[(1,)](
             s["log_probs"], s["pairs"], s["pair_ends"], s["frontier_scores"], s["frontier_records"],
-            s["level_keys"], s["keys"], s["items"], s["record_parents"], s["record_ranks"], s["num_kept"], self.num_depths, self.num_ranks, self.budget,
-            self.capacity, FRONTIER=self.frontier, CHUNK=1 << (chunk - 1).bit_length(), COMPARED=8, num_warps=_warps(self.frontier, 128, 8),
+            s["level_keys"], s["keys"], s["items"], s["record_parents"], s["record_ranks"], s["num_kept"],
+            self.num_depths, self.num_ranks, self.budget,
+            self.capacity, FRONTIER=self.frontier, CHUNK=1 << (chunk - 1).bit_length(), COMPARED=8,
+            num_warps=_warps(self.frontier, 128, 8),
         )  # fmt: skip
 
     def _number(self, s: dict[str, Tensor]) -> None:
@@ -169,13 +171,16 @@ class TreeBuilder:
         tree, rows = self.tree, self.tree.num_rows
         last = (self.num_depths - 1) % 2 * self.capacity
         order_kernel[(self.frontier // 16,)](
-            s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"], s["record_rows"],
-            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, tree.num_nodes, self.num_depths, self.num_ranks,
+            s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"],
+            s["record_rows"],
+            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, tree.num_nodes, self.num_depths,
+            self.num_ranks,
             self.budget, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier), num_warps=4,
         )  # fmt: skip
         words = tree.mask.shape[1]
         mask_kernel[(-(-rows // 16),)](
-            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows, words,
+            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows,
+            words,
             self.num_depths, ROWS=16, WORDS=max(2, 1 << (words - 1).bit_length()), num_warps=4,
         )  # fmt: skip
 
@@ -233,7 +238,8 @@ def _walk_kernel(tree: TreeBuffers, choices: Tensor, out: WalkBuffers, next_anch
     kernel: Any = walk_kernel
     rows = 1 << max(4, (tree.num_rows - 1).bit_length())
     kernel[(1,)](
-        tree.tokens, tree.parents, tree.num_nodes, choices, out.path, out.num_accepted, out.emitted, next_anchor, max_depth,
+        tree.tokens, tree.parents, tree.num_nodes, choices, out.path, out.num_accepted, out.emitted, next_anchor,
+        max_depth,
         ROWS=rows, num_warps=_warps(rows, 128, 8),
     )  # fmt: skip
 

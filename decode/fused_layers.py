@@ -164,7 +164,8 @@ def run_layers(
         add_norm(b.residual, delta, layer.input_norm, layer.eps, b.normed, taps.get(index - 1))
         linear(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
         rope_write(
-            b.qkv, b.queries, caches[index : index + 1], layer.norms, rows.tables, rows.depths, rows.length, layer.heads,
+            b.qkv, b.queries, caches[index : index + 1], layer.norms, rows.tables, rows.depths, rows.length,
+            layer.heads,
             layer.eps,
         )  # fmt: skip
         mask = rows.mask if row_masks is None else row_masks[index]

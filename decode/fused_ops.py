@@ -17,15 +17,27 @@ from torch import Tensor
 from torch.nn import functional
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SKINNY_ROWS = 16
+SKINNY_FEATURES = 20_000
+"""Up to so many rows, and from so many output features on, `skinny` beats cuBLAS on an H200.
+
+With fewer features it has too few programs: started early, they crowd on the multiprocessors that happen to be free.
+"""
 OVERLAP = os.environ.get("DFLASH_KERNEL_OVERLAP", "1") == "1"
+"""Whether launches may overlap; 0 switches it off, to compare."""
 NUM_MULTIPROCESSORS = 132
 """Programs that fill a Hopper GPU once; decides only how far attention is split."""
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch on Hopper and later: a kernel starts while the one before it ends, then waits."""
-    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9 and OVERLAP
-    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
+    """Programmatic dependent launch on Hopper and later: a kernel starts while the one before it ends, then waits.
+
+    ``tensor`` has one row for every row of the pass. Beyond few rows, between cuBLAS's products, it does not pay.
+    """
+    overlaps = OVERLAP and tensor.is_cuda and tensor.shape[0] <= SKINNY_ROWS
+    if overlaps and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def uses_kernels(tensor: Tensor) -> bool:
@@ -36,7 +48,7 @@ def uses_kernels(tensor: Tensor) -> bool:
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
 ) -> Tensor:
-    """``residual += delta``; ``tap = residual``; ``out = rmsnorm(residual) * weight``; all (R, D), tap may be strided."""
+    """``residual += delta``; ``tap = residual``; ``out = rmsnorm(residual) * weight``; all (R, D)."""
     if not uses_kernels(residual):
         if delta is not None:
             residual += delta
@@ -50,7 +62,8 @@ def add_norm(
     rows, width = residual.shape
     block = _power_of_two(width)
     add_norm_kernel[(rows,)](
-        residual, delta if delta is not None else residual, weight, out, tap if tap is not None else residual, eps, width,
+        residual, delta if delta is not None else residual, weight, out, tap if tap is not None else residual, eps,
+        width,
         tap.stride(0) if tap is not None else 0, HAS_DELTA=delta is not None, HAS_TAP=tap is not None, BLOCK=block,
         num_warps=max(1, min(8, block // 512)), **launch_options(residual),
     )  # fmt: skip
@@ -163,14 +176,6 @@ def swiglu(x: Tensor, weight: Tensor, gate_up: Tensor, out: Tensor) -> Tensor:
     return silu_mul(linear(x, weight, None, gate_up), out)
 
 
-SKINNY_ROWS = int(os.environ.get("DFLASH_SKINNY_ROWS", "16"))
-SKINNY_FEATURES = int(os.environ.get("DFLASH_SKINNY_FEATURES", "20000"))
-"""Up to so many rows, and from so many output features on, `skinny` beats cuBLAS on an H200.
-
-With fewer features it has too few programs: started early, they crowd on the multiprocessors that happen to be free.
-"""
-
-
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, swiglu: bool = False) -> Tensor:
     """One row times a weight matrix; ``swiglu`` reads [gate; up] and writes silu(gate) * up. Kernel only."""
     from .kernels import gemv_kernel
@@ -264,9 +269,11 @@ def tree_attention(
         partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
         sums = queries.new_empty(splits * rows * num_heads, dtype=torch.float32)
     tree_attention_kernel[(-(-rows * group // block_m), cache.shape[1], splits)](
-        queries, cache, mask, depths, length, out, partial, sums, rows, mask.stride(0), cache.stride(0), cache.stride(1),
+        queries, cache, mask, depths, length, out, partial, sums, rows, mask.stride(0), cache.stride(0),
+        cache.stride(1),
         scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
-        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages, **launch_options(out),
+        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages,
+        **launch_options(out),
     )  # fmt: skip
     if splits > 1:
         total = rows * num_heads
@@ -279,13 +286,15 @@ def tree_attention(
 
 
 def attention_shape(packed_rows: int, num_kv: int, long_context: bool) -> tuple[int, int, int, int, int]:
-    """Tile rows, tile keys, splits, warps and stages: one wave of programs fills the GPU, two where the prefix is long."""
+    """Tile rows, tile keys, splits, warps, stages: programs fill the GPU once, twice where the prefix is long."""
     if INTERPRETED:
         return 16, 64, 3, 4, 1
     block_m, stages = (16, 3) if packed_rows <= 16 else (64, 3)
     programs = -(-packed_rows // block_m) * num_kv
-    waves = 2 if long_context else 1
-    splits = max(1, min(16, round(waves * NUM_MULTIPROCESSORS / programs)))
+    splits = round(NUM_MULTIPROCESSORS / programs)
+    if long_context:  # two programs fit on a multiprocessor
+        splits = max(2 * NUM_MULTIPROCESSORS // programs, 2 if programs < 2 * NUM_MULTIPROCESSORS else 1)
+    splits = max(1, min(16, splits))
     return block_m, 64, splits, 4, stages
 
 

@@ -166,7 +166,7 @@ class FusedTarget:
 
     @torch.no_grad()
     def commit(self, path: Tensor) -> None:
-        """Keep rows ``path`` (a,) of the last pass, the root's row 0 first and ascending, and advance by their number."""
+        """Keep rows ``path`` (a,) of the last pass, ascending from the root's row 0, and advance by their number."""
         padded = torch.zeros(1 << (path.numel() - 1).bit_length(), dtype=torch.int32, device=self.device)
         padded[: path.numel()] = path
         count = torch.full((1,), path.numel() - 1, dtype=torch.int32, device=self.device)
@@ -207,7 +207,7 @@ def capture(work: Callable[[], None]) -> Any:
 
 @torch.no_grad()
 def rope_tables(rotary: nn.Module, num_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (positions, d / 2) of a transformers rotary module, in the dtype and on the device of ``like``."""
+    """Cosines and sines (positions, d / 2) of a transformers rotary module, in dtype and device of ``like``."""
     positions = torch.arange(num_positions, device=like.device)[None]
     cos, sin = rotary(like[:1, None], positions)
     half = cos.shape[-1] // 2

@@ -28,7 +28,8 @@ def _absorb(scores, values, best, weight, total):
 
 @triton.jit
 def tree_attention_kernel(
-    queries, cache, mask, depths, length, out, partial, log_sums, num_rows, mask_stride, value_stride, head_stride, scale,
+    queries, cache, mask, depths, length, out, partial, log_sums, num_rows, mask_stride, value_stride, head_stride,
+    scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +93,7 @@ def tree_attention_kernel(
         at_word = mask + row * mask_stride + (block - prefix) * (BLOCK_N // 64)
         word = tl.load(at_word, mask=used, other=0)[:, None]
         if BLOCK_N == 128:
-            more = (block - prefix) * 2 + 1 < mask_stride
+            more = row * 0 + (block - prefix) * 2 + 1 < mask_stride
             word = tl.where(column[None, :] < 64, word, tl.load(at_word + 1, mask=used & more, other=0)[:, None])
         seen = ((word >> (column % 64).to(tl.int64)[None, :]) & 1) != 0
         seen = seen & visible
@@ -113,7 +114,16 @@ def tree_attention_kernel(
 
 
 @triton.jit
-def merge_kernel(partial, log_sums, out, num_heads_total, DIM: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr):
+def merge_kernel(
+    partial,
+    log_sums,
+    out,
+    num_heads_total,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Merge the splits of HEADS (row, head) pairs; ``num_heads_total`` = R * H."""
     at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIM)

@@ -66,8 +66,22 @@ def _count_up_to(keys, num_alive, edge, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _snap(keys, num_alive, low, high, CHUNK: tl.constexpr):
+    """Narrow a bracket to the keys inside it: the smallest from ``low`` on, the greatest up to ``high``."""
+    least = tl.full((CHUNK,), DEAD, tl.int64)
+    most = tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, num_alive, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        key = tl.load(keys + at, mask=at < num_alive, other=DEAD)
+        least = tl.minimum(least, tl.where(key >= low, key, DEAD))
+        most = tl.maximum(most, tl.where(key <= high, key, 0))
+    return tl.min(least, axis=0), tl.max(most, axis=0)
+
+
+@triton.jit
 def grow_kernel(
-    log_probs, pairs, pair_ends, frontier_scores, frontier_records, level_keys, keys, items, record_parents, record_ranks,
+    log_probs, pairs, pair_ends, frontier_scores, frontier_records, level_keys, keys, items, record_parents,
+    record_ranks,
     num_kept_out, num_depths, num_ranks, budget, capacity,
     FRONTIER: tl.constexpr, CHUNK: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
@@ -114,13 +128,16 @@ def grow_kernel(
             tl.store(items_in + slot, -1 - (record * 1024 + rank), mask=alive)
             num_alive += tl.max(counted, axis=0)
         tl.debug_barrier()
-        if num_alive > budget:
-            low, high = best_key, edge
+        if (num_alive > num_kept) & (num_alive > budget):
+            low, high, step = best_key, edge, 0
             while low < high:
+                if step % 8 == 0:  # a group of ties alone in the bracket would cost a step for every bit
+                    low, high = _snap(keys_in, num_alive, low, high, CHUNK)
                 middle = low + (high - low) // 2
                 count = _count_up_to(keys_in, num_alive, middle, CHUNK)
                 high = tl.where(count >= budget, middle, high)
                 low = tl.where(count < budget, middle + 1, tl.where(count == budget, middle, low))
+                step += 1
             edge = high
         # Strictly better nodes always fit; of those that tie with the edge, the buffers take the first.
         num_better, num_tied = 0, _count_up_to(keys_in, num_alive, edge - 1, CHUNK)
@@ -241,7 +258,7 @@ def mask_kernel(
     )
     record = tl.load(row_records + row, mask=is_node, other=-1)
     parent = tl.where(is_node, 0, -1)
-    for step in range(0, num_depths):
+    for step in range(num_depths):
         record = tl.load(record_parents + record, mask=record >= 0, other=-1)
         ancestor = tl.load(record_rows + record, mask=record >= 0, other=0)
         bits = bits | tl.where(word == ancestor[:, None] // 64, one << (ancestor[:, None] % 64).to(tl.int64), 0)
