@@ -28,34 +28,34 @@ from dflash_kit.provenance import git_commit, package_versions  # noqa: E402
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter  # noqa: E402
 from dflash_kit.target import TargetSpec, tap_layer_ids  # noqa: E402
 
-SHAPES = {
-    "8b": dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-    ),
-    "smollm2": dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=49152,
-    ),
-    "tiny": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=512,
-    ),
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "smollm2": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
 }
 
 
@@ -77,7 +77,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Run the trainer and put its figures beside the floor."""
     spec = write_target(folder / "target", SHAPES[args.shape])
-    write_shards(folder / "shards", spec, tokens=args.seq_len // 2, num_rows=16)
+    write_shards(folder / "shards", spec, tokens=args.seq_len // 2 - 1, num_rows=8)  # two fill a packed row
     log_every = 5
     command = [sys.executable, str(ROOT / "train" / "run.py"), "--shards", folder / "shards", "--out", folder / "out"]
     options = {
@@ -145,7 +145,10 @@ def write_target(folder: Path, shape: dict[str, int]) -> TargetSpec:
 
 
 def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int) -> None:
-    """Rows of random tokens and taps; all but the first 64 tokens of each are supervised."""
+    """Rows of random tokens and taps; all but the first 64 tokens of each are supervised.
+
+    ``next_token`` makes each one token longer than ``tokens``.
+    """
     header = ShardsHeader.from_target(
         spec,
         target_layer_ids=tap_layer_ids(spec.num_layers, 5),
@@ -162,6 +165,7 @@ def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int) 
                     input_ids=torch.randint(1, spec.vocab_size - 1, (tokens,), generator=generator).int(),
                     loss_mask=torch.arange(tokens) >= min(64, tokens // 2),
                     hidden_states=torch.randn(tokens, header.row_width, generator=generator).bfloat16(),
+                    next_token=0,
                 )
             )
 

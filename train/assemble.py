@@ -37,7 +37,8 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
         job.spec.name, dtype=parallel.compute_dtype, device=device, revision=job.spec.revision
     )
     torch.manual_seed(config.seed)
-    drafter = Drafter(job.drafter).to(device)
+    with device:
+        drafter = Drafter(job.drafter)
     if on_gpu:  # fuses norms, rotary embedding and SwiGLU; replay calls the drafter's parts, which stay eager
         drafter.compile(dynamic=False)
     optimizer = make_optimizer(drafter, job, device)

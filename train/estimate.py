@@ -64,7 +64,8 @@ def activation_bytes(job: Job, *, bf16: bool) -> int:
     groups = 2 * config.num_key_value_heads * config.head_dim
     per_token = config.num_taps * config.hidden_size + 3 * config.hidden_size + config.num_hidden_layers * groups
     masks = 0 if bf16 else 2 * slots * (tokens + slots)
-    return value * (slots * (per_slot + 3 * config.hidden_size) + tokens * per_token) + masks + 2 * CHUNK_BYTES["cuda" if bf16 else "cpu"]
+    chunks = 2 * CHUNK_BYTES["cuda" if bf16 else "cpu"]
+    return value * (slots * (per_slot + 3 * config.hidden_size) + tokens * per_token) + masks + chunks
 
 
 def plan_lines(job: Job, *, num_processes: int, bf16: bool) -> list[str]:

@@ -43,11 +43,13 @@ class Parallel:
         self.compute_dtype = choose_dtype(compute_dtype, on_gpu, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         handlers = []
         if deepspeed:
-            _require_deepspeed()
             if not on_gpu:
                 # accelerate would leave each process alone: it takes DeepSpeed on CPUs for a single-process affair.
                 os.environ.pop("ACCELERATE_USE_CPU", None)
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")
                 handlers = [InitProcessGroupKwargs(backend="gloo")]
+            _require_deepspeed()
+            if not on_gpu:
                 _skip_shared_memory_kernel()
         self.accelerator = Accelerator(
             mixed_precision="bf16" if self.compute_dtype == torch.bfloat16 else "no",
@@ -106,7 +108,7 @@ class Parallel:
         dtype = str(self.compute_dtype).removeprefix("torch.")
         words = [f"{self.world_size} process{'es' if self.world_size > 1 else ''} on {self.device.type}", dtype]
         if self.device.type == "cpu":
-            words.append(f"{torch.get_num_threads()} threads each")
+            words.append(f"{torch.get_num_threads()} threads each (of {os.cpu_count()} cores)")
         words.append(f"DeepSpeed ZeRO {self.zero_stage}" if self.is_deepspeed else "no DeepSpeed")
         return ", ".join(words)
 
