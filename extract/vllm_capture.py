@@ -245,4 +245,4 @@ def _stop(engine: Any) -> None:
         engine.collective_rpc("shard_writer_finish", args=(None,), timeout=60)
     except Exception as error:  # a dead engine: its unfinished shard is dropped by the next run
         print(f"note: the engine did not close in order ({type(error).__name__})", file=sys.stderr)
-    engine.engine_core.shutdown()
+    engine.engine_core.shutdown(timeout=1.0)  # nothing is left to be saved
