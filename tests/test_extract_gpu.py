@@ -1,0 +1,77 @@
+"""The connector on a GPU: copies on a stream of their own, pinned memory, vLLM's CUDA layout of the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_kit.shards import ShardsHeader, open_shards, verify_shards
+from dflash_kit.target import TargetSpec, load_target
+from extract import vllm_capture
+from extract.capture import Job
+from extract.prompts import Sample
+from helpers import make_tiny_target, requires_vllm
+
+pytestmark = [pytest.mark.gpu, requires_vllm]
+
+LAYERS = [1, 3, 4]
+NUM_SAMPLES = 40
+
+
+def make_samples(vocab_size: int) -> list[Sample]:
+    """Random prompts of very different lengths; every third has a given response and finishes at once."""
+    random = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(NUM_SAMPLES):
+        length = 20 + 37 * (index * 7 % 11)
+        ids = torch.randint(0, vocab_size, (length,), generator=random).tolist()
+        spans = [(length // 2, length)] if index % 3 == 0 else None
+        new = 0 if spans else 4 + index % 9
+        samples.append(Sample(id=f"s{index}", source="", token_ids=ids, loss_spans=spans, max_new_tokens=new))
+    return samples
+
+
+def test_rows_captured_on_a_gpu_are_those_of_transformers(tmp_path: Path):
+    target = make_tiny_target(
+        tmp_path / "target", model_type="llama", hidden_size=256, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=128, max_position_embeddings=1024,
+    )  # fmt: skip
+    spec = TargetSpec.from_pretrained(target)
+    samples = make_samples(250)
+    header = ShardsHeader.from_target(
+        spec,
+        target_layer_ids=LAYERS,
+        compute_dtype="bfloat16",
+        engine="vllm",
+        engine_version=vllm_capture.engine_version(),
+        sampling={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0},
+    )
+    job = Job(
+        spec=spec,
+        header=header,
+        folder=tmp_path / "shards",
+        max_shard_bytes=1 << 20,
+        max_num_seqs=8,
+        longest_tokens=max(sample.max_tokens for sample in samples),
+        gpu_memory_utilization=0.2,
+        max_num_batched_tokens=256,
+    )
+    reports = list(vllm_capture.capture(job, samples, {"asked": NUM_SAMPLES, "dropped": {}}))
+    assert sum(report.num_rows for report in reports) == NUM_SAMPLES
+    assert verify_shards(job.folder).problems == []
+    shards = open_shards(job.folder)
+    assert sorted(shards.ids) == sorted(sample.id for sample in samples)
+    assert shards.ids != [sample.id for sample in samples]  # they finished out of order
+    by_id = {sample.id: sample for sample in samples}
+    model = load_target(target, dtype=torch.bfloat16, device="cuda")
+    worst = 0.0
+    for row in shards:
+        sample = by_id[row.id]
+        assert row.input_ids[: len(sample.token_ids)].tolist() == sample.token_ids
+        assert len(row.token_ids()) <= sample.max_tokens
+        with torch.inference_mode():
+            output = model(row.input_ids[None].long().cuda(), output_hidden_states=True)
+        want = torch.cat([output.hidden_states[k + 1][0] for k in LAYERS], dim=-1).float().cpu()
+        worst = max(worst, float((row.hidden_states.float() - want).norm() / want.norm()))
+    print(f"largest relative difference to transformers in bfloat16: {worst:.4f}")
+    assert worst < 0.02
