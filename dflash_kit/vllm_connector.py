@@ -227,7 +227,8 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _gather(self, block_ids: list[int], num_tokens: int) -> Tensor:
         assert self._cache_NSKD is not None
-        index = torch.tensor(block_ids, dtype=torch.int64)
+        num_blocks = -(-num_tokens // self._block_size)  # the request may hold a spare block
+        index = torch.tensor(block_ids[:num_blocks], dtype=torch.int64)
         if self._copy_stream is not None:
             index = index.pin_memory().to(self._cache_NSKD.device, non_blocking=True)
         blocks_NSKD = self._cache_NSKD.index_select(0, index)

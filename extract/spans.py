@@ -9,6 +9,7 @@ a mask of all ones would train on the prompts.
 """
 
 import re
+from os.path import commonprefix
 from typing import Any
 from unicodedata import normalize
 
@@ -83,10 +84,12 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
     after = render(tokenizer, messages[: turn + 1], add_generation_prompt=False, **template_args)
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
-    # Some templates render a turn differently once others follow (thinking is dropped): look for its content.
+    # Some templates render a turn differently once others follow (thinking is dropped): look for its content,
+    # behind as much of the generation prompt as the conversation has.
     opening = render(tokenizer, messages[:turn], add_generation_prompt=False, **template_args)
     content = str(messages[turn]["content"]).strip()
-    start = text.find(content, len(opening)) if text.startswith(opening) and content else -1
+    shared_chars = len(commonprefix([text, before]))  # noqa: RUF071 - characters are meant, not path parts
+    start = text.find(content, shared_chars) if text.startswith(opening) else -1
     if start < 0:
         raise KitError(
             f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; "

@@ -72,6 +72,14 @@ def test_a_turn_that_later_renders_differently_is_found_by_its_content():
         assert said[1].startswith("<think>") == thinking
 
 
+def test_words_of_the_markup_are_not_taken_for_the_content():
+    talk = [*TALK[:2], {"role": "assistant", "content": "assistant"}, *TALK[3:]]
+    ids, said = spans_of(THINKING, talk, enable_thinking=False)
+    assert said[0] == "assistant<|im_end|>"
+    before_it = tokenizer_with(THINKING).decode(ids).split("assistant<|im_end|>")[0]
+    assert before_it.endswith("<|im_start|>assistant\n")
+
+
 @pytest.mark.parametrize("template", [SHOUTING, EVERYTHING_TAGGED, BACKWARDS])
 def test_a_mask_that_cannot_be_derived_is_refused_and_never_all_ones(template):
     with pytest.raises(KitError, match=r"generation %\} tags|marks no prompt|turns were found"):
