@@ -2,8 +2,9 @@
 
 Two engines are started, one plain and one with the shard connector, and take turns over the same token prompts (given
 conversations: prefill only). A turn of extraction ends when its rows are in a finished, fsynced shard. The figure is
-tokens/s of extraction over tokens/s of plain prefill; 1 means that extraction costs nothing. The last line of stdout is
-one JSON object with medians and the spread (lowest and highest turn).
+conversations: prefill only). A turn of extraction ends when its rows are in a finished, fsynced shard. The figure is
+processes is given besides: it says what extraction costs even when something else runs on the machine. The last line
+of stdout is one JSON object with medians and the spread (lowest and highest turn).
 
     python benchmarks/extract_cpu.py --model runs/demo/model --prompts data/gsm8k_train.jsonl
 """
@@ -35,15 +36,18 @@ def main() -> None:
 
     samples, job = make_job(options)
     vllm_capture.prepare_environment()
-    plain = start_plain_engine(job)
-    ours = vllm_capture.start_engine(job, samples)
+    plain, plain_processes = with_processes(lambda: start_plain_engine(job))
+    ours, our_processes = with_processes(lambda: vllm_capture.start_engine(job, samples))
     turns: dict[str, list[float]] = {"plain": [], "extract": []}
+    cpu_s: dict[str, list[float]] = {"plain": [], "extract": []}
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     for turn in range(options.rounds + 1):
-        for name, engine in (("plain", plain), ("extract", ours)):
+        for name, engine, processes in (("plain", plain, plain_processes), ("extract", ours, our_processes)):
+            cpu0_s = cpu_seconds(processes)
             seconds = run_turn(engine, job, samples, turn, is_extraction=name == "extract")
             if turn > 0:  # the first turn warms up
                 turns[name].append(num_tokens / seconds)
+                cpu_s[name].append(1e3 * (cpu_seconds(processes) - cpu0_s) / num_tokens)
                 print(f"turn {turn} {name}: {num_tokens / seconds:.0f} tokens/s", file=sys.stderr, flush=True)
     report = {
         "benchmark": "extract_cpu",
@@ -54,6 +58,7 @@ def main() -> None:
         "tokens": num_tokens,
         "taps": job.header.num_taps,
         **{f"{name}_tokens_per_s": spread(values) for name, values in turns.items()},
+        **{f"{name}_cpu_ms_per_token": spread(values) for name, values in cpu_s.items()},
         "ratio": spread([e / p for e, p in zip(turns["extract"], turns["plain"], strict=True)]),
     }
     vllm_capture._stop(ours)
@@ -96,6 +101,20 @@ def make_job(options: argparse.Namespace) -> tuple[list[Any], Any]:
         longest_tokens=max(sample.max_tokens for sample in samples),
     )
     return samples, job
+
+
+def with_processes(start: Any) -> tuple[Any, list[Any]]:
+    """An engine and the processes that its start brought up."""
+    import psutil
+
+    before = set(psutil.Process().children(recursive=True))
+    engine = start()
+    return engine, [p for p in psutil.Process().children(recursive=True) if p not in before]
+
+
+def cpu_seconds(processes: list[Any]) -> float:
+    """CPU time that processes have used up to now."""
+    return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
 
 
 def start_plain_engine(job: Any) -> Any:
