@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,10 @@ def test_zero_in_two_processes_equals_the_plain_run_and_resumes(
     config.write_text((CONFIGS / "cpu_zero1.yaml").read_text().replace("zero_stage: 1", f"zero_stage: {stage}"))
     done = launch(config, 2, small_run(shards_folder, out, **CHANGES))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"2 processes on cpu, float32, 1 threads each, DeepSpeed ZeRO {stage}" in done.stdout
+    assert (
+        f"2 processes on cpu, float32, 1 threads each (of {os.cpu_count()} cores), DeepSpeed ZeRO {stage}"
+        in done.stdout
+    )
     assert_equal_runs(out, plain)
     # As after a kill at step 4 or 5: the result and the last state are gone, the state of step 3 is there.
     folder = RunFolder(out)
@@ -105,7 +109,7 @@ def test_the_demos_launcher_config_runs_in_one_process(shards_folder: Path, plai
     out = tmp_path / "out"
     done = launch(CONFIGS / "cpu_zero1.yaml", 1, small_run(shards_folder, out, **CHANGES))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 process on cpu, float32, 1 threads each, DeepSpeed ZeRO 1" in done.stdout
+    assert f"1 process on cpu, float32, 1 threads each (of {os.cpu_count()} cores), DeepSpeed ZeRO 1" in done.stdout
     assert_equal_runs(out, plain)
 
 
