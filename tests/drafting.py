@@ -42,8 +42,10 @@ def tiny_drafter(
     return drafter, TargetEnds.from_pretrained(target)
 
 
-def train_briefly(drafter: Drafter, ends: TargetEnds, rows: list[Row], *, steps: int, lr: float = 2e-3) -> None:
-    """Fit a drafter to a few rows, one row a step: the plain loss over all blocks, nothing of the trainer."""
+def train_briefly(
+    drafter: Drafter, ends: TargetEnds, rows: list[Row], *, steps: int, lr: float = 2e-3, max_anchors: int = 64
+) -> None:
+    """Fit a drafter to a few rows, one row a step: the plain loss over random blocks, nothing of the trainer."""
     drafter.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr)
     block_size = drafter.config.block_size
@@ -52,6 +54,7 @@ def train_briefly(drafter: Drafter, ends: TargetEnds, rows: list[Row], *, steps:
         row = rows[step % len(rows)]
         tokens, first = row.token_ids(), int(row.loss_mask.nonzero()[0])
         anchors = torch.arange(first, len(tokens) - 1)
+        anchors = anchors[torch.randperm(len(anchors))[:max_anchors]].sort().values
         layout = BlockLayout(
             positions=torch.arange(len(row.input_ids)),
             documents=torch.zeros(len(row.input_ids), dtype=torch.long),
@@ -103,9 +106,11 @@ def record_row(model: Any, drafter: Drafter, prompt: list[int], response: list[i
 class OracleEngine(Engine):
     """Drafts the known response, each token wrong with some probability; all else is the real loop."""
 
-    def __init__(self, *args: Any, script: list[int], error_rate: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, script: list[int], error_rate: float, least_boost: float = 2.0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.script, self.error_rate = script, error_rate
+        self.script, self.error_rate, self.least_boost = script, error_rate, least_boost
         self.noise = torch.Generator().manual_seed(0)
 
     def _draft(self, anchor: int) -> Tensor:
@@ -116,5 +121,7 @@ class OracleEngine(Engine):
             if torch.rand(1, generator=self.noise) > self.error_rate:
                 # Not always the likeliest: then only a tree finds it.
                 certain = self.error_rate == 0.0
-                logits[k, token] += 12.0 if certain else 6.0 * torch.rand(1, generator=self.noise).item() + 2.0
+                logits[k, token] += (
+                    12.0 if certain else 6.0 * torch.rand(1, generator=self.noise).item() + self.least_boost
+                )
         return logits

@@ -42,9 +42,9 @@ def generate(model: Any, prompt: list[int], limit: int, eos: tuple[int, ...] = (
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_equals_transformers(tiny_model: Any, tiny_target: Path, prompt: list[int]) -> None:
-    expected = generate(tiny_model, prompt, 40)
+    expected = generate(tiny_model, prompt, 28)
     drafter, ends = tiny_drafter(tiny_target)
-    for error_rate in (None, 0.0, 0.3, 1.0):
+    for error_rate in (None, 0.0, 0.3):
         if error_rate is None:
             engine = make_engine(tiny_model, drafter)
         else:
@@ -58,7 +58,7 @@ def test_greedy_equals_transformers(tiny_model: Any, tiny_target: Path, prompt: 
                 error_rate=error_rate,
             )
         for name, budget in METHODS:
-            found = decode_once(engine, prompt, name, budget, 40)
+            found = decode_once(engine, prompt, name, budget, 28)
             assert found.token_ids == expected, (name, budget, error_rate)
             if error_rate == 0.0 and budget >= 16:
                 assert max(found.log.num_accepted) == 7  # all accepted
@@ -218,14 +218,14 @@ def test_hybrid_targets_are_refused(tmp_path: Path) -> None:
 def test_trained_drafter_is_accepted_and_lossless(tiny_model: Any, tiny_target: Path) -> None:
     """The real drafter (context pass, cache, block pass), trained a little, has several tokens accepted."""
     drafter, ends = tiny_drafter(tiny_target, sharpness=1.0)
-    answers = {tuple(p): generate(tiny_model, p, 40) for p in PROMPTS}
+    answers = {tuple(p): generate(tiny_model, p, 30) for p in PROMPTS}
     rows = [record_row(tiny_model, drafter, list(p), answer) for p, answer in answers.items()]
     train_briefly(drafter, ends, rows, steps=60)
     engine = make_engine(tiny_model, drafter)
     for name, budget in METHODS:
         rounds = []
         for prompt, expected in answers.items():
-            found = decode_once(engine, list(prompt), name, budget, 40)
+            found = decode_once(engine, list(prompt), name, budget, 30)
             assert found.token_ids == expected
             rounds += found.log.num_accepted
         if budget >= 7:
@@ -301,7 +301,7 @@ def chi_square_excess(engine: Engine, method: Method, num_samples: int, temperat
 
 @pytest.mark.parametrize("method", [Method("ar", 0), Method("chain", 3), Method("ddtree", 6)])
 def test_sampling_has_the_targets_distribution(sampling_engine: Engine, method: Method) -> None:
-    assert abs(chi_square_excess(sampling_engine, method, 1000)) < 4
+    assert abs(chi_square_excess(sampling_engine, method, 800)) < 4
 
 
 def test_planted_faults_are_seen(sampling_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
