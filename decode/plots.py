@@ -39,7 +39,7 @@ def plot_budgets(results: list[Entry]) -> str:
                 axes.errorbar(budgets, lengths, yerr=errors, marker="o", capsize=3, color=colour, label=benchmark)
             for chain in entries:
                 if chain["method"] == CHAIN and chain["acceptance_length_pooled"] is not None:
-                    label = f"{benchmark}, chain"
+                    label = None if trees else f"{benchmark}, chain"
                     axes.axhline(chain["acceptance_length_pooled"], ls="--", lw=1, color=colour, label=label)
         budgets = sorted({e["budget"] for e in results if e["method"] == DDTREE})
         if budgets:
@@ -106,7 +106,7 @@ def _svg(draw: Callable[[Any], None], name: str) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+            figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # never over the curves
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

@@ -46,7 +46,10 @@ def render_page(report: dict[str, Any]) -> str:
         f'<p class="note">{escape(CUT_RULE)}</p>',
         f'<p class="note">{escape(SPEED_RULE)}</p>',
         "<h2>Acceptance length by budget</h2>",
-        _figure(plot_budgets(results), "Pooled mean with its 95 % bootstrap interval over prompts."),
+        _figure(
+            plot_budgets(results),
+            "DDTree, pooled mean with its 95 % bootstrap interval over prompts; dashed: the chain.",
+        ),
     ]
     for benchmark, entries in by_benchmark(results).items():
         stages = plot_stages(entries, benchmark)
