@@ -238,3 +238,23 @@ def test_both_sides_get_a_row_when_there_are_two(count: int, fraction: float, ex
     train_rows, held = hold_out([f"x{i}" for i in range(count)], fraction)
     assert len(held) == expected
     assert len(train_rows) == count - expected
+
+
+def test_sampled_slots_have_the_weights_as_their_shares(shards_folder: Path) -> None:
+    """Over many epochs each slot is kept as often as its decay weight says, all with weight one."""
+    whole, sampled = make_packer(shards_folder), make_packer(shards_folder, sample_slots=True)
+    trials, kept = torch.zeros(4), torch.zeros(4)
+    for epoch in range(200):
+        index = PackedIndex(epoch=epoch, row=0, members=(0, 1))
+        full, part = whole(index), sampled(index)
+        assert torch.equal(full.layout.anchors, part.layout.anchors)
+        assert set(part.slots.tolist()) <= set(full.slots.tolist())
+        assert part.weights.eq(1).all() and len(part.labels) == len(part.slots)
+        trials += torch.bincount(full.slots % 4, minlength=4)
+        kept += torch.bincount(part.slots % 4, minlength=4)
+    expected = torch.tensor([math.exp(-k / 2.0) for k in range(3)])
+    assert kept[1] == trials[1]
+    sigma = (expected * (1 - expected) / trials[1:]).sqrt()
+    assert ((kept / trials)[1:] - expected).abs().le(4 * sigma + 1e-6).all()
+    again = make_packer(shards_folder, sample_slots=True)(index)
+    assert torch.equal(again.slots, part.slots)

@@ -20,6 +20,7 @@ from .losses import decay_weights
 from .packing import PackedIndex
 
 NOISE_STREAM = 2
+SLOT_STREAM = 4
 STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -117,6 +118,8 @@ class RowPacker:
     seed: int
     feature_noise: float = 0.0
     """Standard deviation of the noise on the taps, as a share of each tap's own root mean square."""
+    sample_slots: bool = False
+    """Keep each slot with the probability of its weight instead of weighing it."""
 
     def __call__(self, index: PackedIndex) -> PackedRow:
         """Read, lay out and weigh one packed row.
@@ -133,6 +136,10 @@ class RowPacker:
         )
         layout = BlockLayout(positions, documents, anchors, used, self.block_size)
         slots, labels, weights = weigh_slots(layout, token_ids, supervised, self.gamma)
+        if self.sample_slots:
+            draws = row_generator(self.seed, index.epoch, index.row, SLOT_STREAM).random(len(weights))
+            kept = torch.from_numpy(draws).float() < weights
+            slots, labels, weights = slots[kept], labels[kept], torch.ones(int(kept.sum()))
         return PackedRow(
             index=index,
             ids=tuple(row.id for row in rows),

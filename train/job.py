@@ -65,6 +65,7 @@ class Job:
             gamma=self.gamma,
             seed=self.config.seed,
             feature_noise=data.feature_noise,
+            sample_slots=self.config.loss.sample_slots,
         )
 
     def fingerprint(self) -> dict[str, Any]:

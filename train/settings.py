@@ -66,12 +66,19 @@ class LossSettings:
     """decay: cross-entropy, slot k weighs exp(-(k-1)/gamma). dpace: weights follow how likely the block survives."""
     gamma: float | None = None
     """Decay of the slot weights; null takes 7, 5 or 4 for blocks of 16, 10 or 8, half a block for others."""
+    sample_slots: bool = False
+    """Keep each slot with the probability of its weight instead of weighing it (kind decay): the same gradient on
+    average from fewer slots, which pays where the head takes most of a step, as on CPUs."""
     dpace_alpha: float = 0.5
     """Smoothing of D-PACE's survival probabilities, 0 (none) to 1 (uniform)."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
+        if self.sample_slots and self.kind == "dpace":
+            raise ValueError(
+                "loss.sample_slots is true with loss.kind dpace; D-PACE needs every slot, set one of them back"
+            )
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"loss.dpace_alpha is {self.dpace_alpha}; allowed is 0 to 1")
 
