@@ -79,8 +79,9 @@ def assert_equal_runs(out: Path, plain: Path) -> None:
 
 
 @requires_deepspeed
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_in_two_processes_equals_the_plain_run_and_resumes(
+def test_zero_in_two_processes_equals_the_plain_run(
     shards_folder: Path, plain: Path, tmp_path: Path, stage: int
 ) -> None:
     config, out = tmp_path / "accelerate.yaml", tmp_path / "out"
@@ -92,7 +93,9 @@ def test_zero_in_two_processes_equals_the_plain_run_and_resumes(
         in done.stdout
     )
     assert_equal_runs(out, plain)
-    # As after a kill at step 4 or 5: the result and the last state are gone, the state of step 3 is there.
+    if stage != 1:
+        return
+    # It resumes, too. As after a kill at step 4 or 5: the result and the last state are gone, the state of step 3 is there.
     folder = RunFolder(out)
     for path in (out, folder.step_folder(6)):
         for file in sorted(path.rglob("*"), reverse=True):
@@ -105,6 +108,7 @@ def test_zero_in_two_processes_equals_the_plain_run_and_resumes(
 
 
 @requires_deepspeed
+@pytest.mark.slow
 def test_the_demos_launcher_config_runs_in_one_process(shards_folder: Path, plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = launch(CONFIGS / "cpu_zero1.yaml", 1, small_run(shards_folder, out, **CHANGES))

@@ -182,6 +182,7 @@ def test_a_damaged_shard_in_mid_run_is_named_and_keeps_the_last_state(tiny_targe
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_step", [4, 3])
 def test_two_processes_equal_one(shards_folder: Path, tmp_path: Path, rows_per_step: int) -> None:
     """4 rows: 1 × 4 = 2 × 2 micro-steps. 3 rows: the second process runs out of them and must not hang."""
