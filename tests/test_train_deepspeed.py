@@ -95,7 +95,7 @@ def test_zero_in_two_processes_equals_the_plain_run(
     assert_equal_runs(out, plain)
     if stage != 1:
         return
-    # It resumes, too. As after a kill at step 4 or 5: the result and the last state are gone, the state of step 3 is there.
+    # It resumes, too: as after a kill at step 4 or 5, only the state of step 3 is there.
     folder = RunFolder(out)
     for path in (out, folder.step_folder(6)):
         for file in sorted(path.rglob("*"), reverse=True):
