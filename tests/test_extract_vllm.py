@@ -24,7 +24,7 @@ from helpers import REPO, requires_vllm
 
 pytestmark = [requires_vllm, pytest.mark.slow]
 
-SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 12, "seed": 0, "template_args": {}}
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 9, "seed": 0, "template_args": {}}
 WORDS = [
     "the",
     "cat",
@@ -52,7 +52,7 @@ def make_conversations() -> list[Conversation]:
     draw = random.Random(0)
     conversations = []
     for index in range(40):
-        text = f"{index}: " + " ".join(draw.choices(WORDS, k=draw.choice([3, 10, 40, 120])))
+        text = f"{index}: " + " ".join(draw.choices(WORDS, k=draw.choice([3, 10, 30, 80])))
         messages = [{"role": "user", "content": text}]
         if index % 3 == 2:
             messages.append({"role": "assistant", "content": " ".join(draw.choices(WORDS, k=9))})
@@ -71,7 +71,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def capture(smollm2, environment, tmp_path_factory):
-    """Forty samples in batches of eight, six again one by one, and one that the writer refuses; one engine."""
+    """Forty samples in batches of eight, four again one by one, and one that the writer refuses; one engine."""
     spec, tokenizer = TargetSpec.from_pretrained(smollm2), load_tokenizer(smollm2)
     header = ShardsHeader.from_target(
         spec,
@@ -100,13 +100,13 @@ def capture(smollm2, environment, tmp_path_factory):
         max_shard_bytes=4 << 20,
         max_num_seqs=8,
         longest_tokens=plan.longest_tokens,
-        max_num_batched_tokens=256,  # long prompts are prefilled in chunks
+        max_num_batched_tokens=64,  # long prompts are prefilled in chunks
     )
     vllm_capture.prepare_environment()
     engine = vllm_capture.start_engine(job, plan.samples)
     try:
         reports = list(vllm_capture._Run(engine, job, plan.samples).run())
-        for sample in plan.samples[:6]:
+        for sample in plan.samples[:4]:
             list(vllm_capture._Run(engine, job, [replace(sample, id="single-" + sample.id)]).run())
         engine.collective_rpc("shard_writer_flush")
         repeated = vllm_capture._Run(engine, job, plan.samples[:1])
