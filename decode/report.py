@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,6 +17,8 @@ from .live import method_label
 from .results import Method, PromptResult, total_differences
 
 REPORT_NAME, PAGE_NAME = "report.json", "report.html"
+LOG_WIDTH = 110
+"""Columns of the table where stdout is no terminal."""
 CUT_RULE = (
     "A round that EOS or the length limit ends inside the accepted path has no bonus token; it counts whole, with "
     "the draft tokens up to the cut and an acceptance length of num_accepted + 1."
@@ -76,41 +79,47 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         os.replace(partial, folder / name)
 
 
+COLUMNS = ("benchmark", "method", "n", "rounds", "τ", "95 %", "τ/prompt", "ms/round", "tok/s", "speed", "diff")
+"""Headings of the table; the page spells them out."""
+
+
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
     """The table on stdout."""
-    title = escape(f"{report['checkpoint']} on {report['target']}")
-    table = Table(title=title, title_justify="left", caption=CUT_RULE, caption_justify="left")
-    for name in ("benchmark", "T", "method", "prompts", "rounds", "τ pooled", "τ per prompt (95 %)"):
-        table.add_column(name, justify="left" if name in ("benchmark", "method") else "right")
-    for name in ("ms/round", "tok/s", "speed-up", "differing"):
-        table.add_column(name, justify="right")
+    temperature = report["results"][0]["temperature"] if report["results"] else 0
+    title = escape(f"{report['checkpoint']} on {report['target']}, temperature {temperature:g}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("benchmark", "method") else "right", no_wrap=True)
     last = None
     for entry in report["results"]:
         if last not in (None, entry["benchmark"]):
-            table.add_section()
+            table.add_row()
         table.add_row(*map(escape, table_row(entry, first=last != entry["benchmark"])))
         last = entry["benchmark"]
-    (console or Console()).print(table)
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console.width = LOG_WIDTH
+    console.print(table)
+    console.print(
+        f"n prompts; τ pooled acceptance length; diff: tokens unlike autoregressive. {CUT_RULE}", highlight=False
+    )
 
 
 def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:
-    """One entry in words; the benchmark is named in its first row only."""
-    interval = entry["acceptance_length_per_prompt_ci95"]
-    per_prompt = _number(entry["acceptance_length_per_prompt"], 2)
-    if interval is not None and entry["method"] != AR:
-        per_prompt += f" ({interval[0]:.2f} – {interval[1]:.2f})"
-    speedup = _number(entry["speedup"], 2)
+    """One entry in words, one for each of ``COLUMNS``; the benchmark is named in its first row only."""
+    interval = entry["acceptance_length_pooled_ci95"] if entry["method"] != AR else None
     return [
         entry["benchmark"] if first else "",
-        f"{entry['temperature']:g}",
         method_label((entry["method"], entry["budget"])),
         str(entry["prompts"]),
         str(entry["rounds"]),
         _number(entry["acceptance_length_pooled"], 2),
-        per_prompt,
+        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+        _number(entry["acceptance_length_per_prompt"], 2),
         _number(entry["ms_per_round"].get("total"), 1),
         _number(entry["tokens_per_s"], 1),
-        speedup + " ×" if entry["speedup"] is not None else speedup,
+        _number(entry["speedup"], 2) + ("×" if entry["speedup"] is not None else ""),
         "–" if entry["differing_tokens"] is None else str(entry["differing_tokens"]),
     ]
 

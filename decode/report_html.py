@@ -8,14 +8,14 @@ from .report import CUT_RULE, SPEED_RULE, table_row
 
 HEADINGS = (
     "benchmark",
-    "T",
     "method",
     "prompts",
     "rounds",
     "τ pooled",
-    "τ per prompt (95 %)",
+    "95 % interval",
+    "τ per prompt",
     "ms/round",
-    "tok/s",
+    "tokens/s",
     "speed-up",
     "differing tokens",
 )
@@ -25,7 +25,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1e293b; background: #fff; m
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #e2e8f0; white-space: nowrap; }
-th:nth-child(1), td:nth-child(1), th:nth-child(3), td:nth-child(3) { text-align: left; }
+th:nth-child(1), td:nth-child(1), th:nth-child(2), td:nth-child(2) { text-align: left; }
 tr.first td { border-top: 2px solid #94a3b8; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } dt { color: #64748b; }
 dd { margin: 0; overflow-wrap: anywhere; } figure { margin: 1rem 0; } figcaption, .note { color: #64748b; }

@@ -114,8 +114,8 @@ def test_files_and_page(tmp_path: Path, timed: bool) -> None:
 def test_table_shows_every_row() -> None:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_report(make_report(), console)
-    text = console.export_text()
-    for word in ("gsm8k", "<mt>", "chain", "ddtree-8", "2.00", "1.33 ×", "2.00 ×"):
+    text = " ".join(console.export_text().split())
+    for word in ("gsm8k", "<mt>", "chain", "ddtree-8", "2.00", "1.33×", "2.00×"):
         assert word in text
     assert "bonus token" in text  # how a cut round counts is said where the numbers stand
 
