@@ -10,6 +10,7 @@ from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
+from dflash_kit.publish import plan_publication, push
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
@@ -62,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     write_report(config.out_folder, report)
     print_report(report)
     print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
-    return _judge(config, results, dtype)
+    status = _judge(config, results, dtype)
+    if status == 0 and config.push_to_hub is not None:
+        _publish(config, report)
+    return status
 
 
 Prompts = dict[str, list[BenchmarkPrompt]]
@@ -143,6 +147,19 @@ def _engine(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> Engi
         eos_token_ids=inputs.spec.eos_token_ids,
         max_context=inputs.spec.max_position_embeddings,
     )
+
+
+def _publish(config: EvalConfig, report: dict[str, Any]) -> None:
+    """Push the checkpoint with a card of these results, or list what would be pushed."""
+    publication = plan_publication(config.ckpt, str(config.push_to_hub), report, base_model=config.base_model)
+    for line in publication.lines():
+        print(line)
+    if config.push_dry_run:
+        card = config.out_folder / "model_card.md"
+        card.write_text(publication.card)
+        print(f"nothing was pushed; the card is {card}")
+    else:
+        print(f"pushed: {push(publication)}")
 
 
 def _open(config: EvalConfig, store: ResultStore) -> None:

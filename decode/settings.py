@@ -10,6 +10,7 @@ from dflash_kit.errors import KitError
 METHOD_NAMES = (AR, CHAIN, DDTREE)
 # Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
+PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +49,19 @@ class EvalConfig:
     """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""
     cpu_threads: int | None = None
     """Threads of torch on the CPU; unset: torch's own choice."""
+    push_to_hub: str | None = None
+    """Publish the checkpoint as ORGANISATION/NAME with a card that holds these results: private, resumable; the token
+    comes from HF_TOKEN or the hub's login."""
+    push_dry_run: bool = False
+    """List what push_to_hub would upload, write the card into the report folder, and upload nothing."""
+    base_model: str | None = None
+    """Hub id of the target for the card; unset: the target that the checkpoint names."""
     dry_run: bool = False
     """Check everything, say what would be done, and write nothing."""
 
     def __post_init__(self) -> None:
+        if self.push_dry_run and self.push_to_hub is None:
+            raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature < 0:
             raise ValueError(f"temperature is {self.temperature}; 0 (greedy) or more is needed")
         if self.max_new_tokens < 1:

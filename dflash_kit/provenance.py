@@ -3,7 +3,7 @@
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def collect_provenance(argv: list[str] | None = None, **facts: Any) -> dict[str,
     """
     return {
         "dflash_kit": __version__,
-        "created_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "argv": redact(sys.argv if argv is None else argv),
         "python": platform.python_version(),
