@@ -12,9 +12,7 @@ from dflash_kit.acceptance import RoundLog, require_identity, summarise
 def test_hand_counted_rounds() -> None:
     logs = [
         RoundLog(prompt_id="a", num_accepted=(3, 0, 1), decode_s=2.0, stage_s={"draft": 0.5, "verify": 1.0}),
-        RoundLog(
-            prompt_id="b", num_accepted=(2,), cut="eos", decode_s=1.0, stage_s={"draft": 0.1, "verify": 0.8}
-        ),
+        RoundLog(prompt_id="b", num_accepted=(2,), cut="eos", decode_s=1.0, stage_s={"draft": 0.1, "verify": 0.8}),
     ]
     result = summarise(logs, 3)
     assert result.rounds == 4
@@ -36,9 +34,7 @@ def test_identity_holds_for_any_rounds() -> None:
             rounds = torch.randint(0, num_draft_tokens + 1, (num_rounds,), generator=generator).tolist()
             result = summarise([RoundLog(num_accepted=tuple(rounds))], num_draft_tokens)
             assert len(result.position_rates) == num_draft_tokens
-            assert result.acceptance_length_pooled == pytest.approx(
-                1 + math.fsum(result.position_rates), abs=1e-12
-            )
+            assert result.acceptance_length_pooled == pytest.approx(1 + math.fsum(result.position_rates), abs=1e-12)
             require_identity(result.acceptance_length_pooled, result.position_rates)
 
 

@@ -58,9 +58,7 @@ def test_equals_brute_force(depth: int, vocab: int) -> None:
 def test_ties_follow_ranks_and_do_not_depend_on_the_budget() -> None:
     logits = torch.zeros(3, 6)
     assert paths_of(build_tree(logits, 4)) == [(0,), (1,), (2,), (3,)]
-    coarse = torch.randint(
-        0, 3, (4, 40), generator=torch.Generator().manual_seed(1)
-    ).float()  # many equal logits
+    coarse = torch.randint(0, 3, (4, 40), generator=torch.Generator().manual_seed(1)).float()  # many equal logits
     largest = build_tree(coarse, 200)
     for budget in range(1, 60):
         assert paths_of(build_tree(coarse, budget)) == paths_of(largest)[:budget]
