@@ -58,9 +58,9 @@ demo: install
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu_zero1.yaml train/run.py --config $(DEMO_RECIPE)
 	$(PY) decode/eval.py --config $(DEMO_RECIPE)
 
-# One torch thread: two of them collapse when anything else runs on a machine with two cores.
+# Two test processes of one thread each (torch and vLLM alike): two threads collapse when anything else runs on two cores.
 test: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=0 $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: install
 	$(PY) -m ruff check .

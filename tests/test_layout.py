@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -126,13 +129,18 @@ def test_every_recipe_parses_by_its_stages(recipe: str) -> None:
 
 def test_every_section_has_a_config_class_with_documented_fields() -> None:
     assert set(STAGE_CONFIGS) == set(SECTIONS)
-    for module, class_name in STAGE_CONFIGS.values():
-        source = Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8")
-        (definition,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == class_name]
-        fields = [index for index, node in enumerate(definition.body) if isinstance(node, ast.AnnAssign)]
-        for index in fields:
-            after = definition.body[index + 1] if index + 1 < len(definition.body) else None
-            assert isinstance(after, ast.Expr), f"{class_name}.{ast.unparse(definition.body[index])}"
+    waiting = [getattr(importlib.import_module(module), name) for module, name in STAGE_CONFIGS.values()]
+    while waiting:
+        cls = waiting.pop()
+        nested = {f.name: f.default_factory for f in dataclasses.fields(cls) if inspect.isclass(f.default_factory)}
+        groups = {name for name, kind in nested.items() if dataclasses.is_dataclass(kind)}
+        waiting += [nested[name] for name in groups]
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, after in zip(definition.body, [*definition.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) not in groups:
+                assert isinstance(after, ast.Expr), f"{cls.__name__}.{ast.unparse(field)}"
+        assert ast.get_docstring(definition), cls.__name__
 
 
 def test_files_that_the_makefile_names_exist() -> None:
