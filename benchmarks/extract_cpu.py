@@ -2,8 +2,9 @@
 
 Two engines are started, one plain and one with the shard connector, and take turns over the same token prompts (given
 conversations: prefill only). A turn of extraction ends when its rows are in a finished, fsynced shard. The figure is
-tokens a second; the CPU time of the engine's own processes is given besides: it says what extraction costs even when something else runs on the machine. The last line
-of stdout is one JSON object with medians and the spread (lowest and highest turn).
+tokens a second; the CPU time of the engine's own processes is given besides: it says what extraction costs even when
+something else runs on the machine. The last line of stdout is one JSON object with medians and the spread (lowest and
+highest turn).
 
     python benchmarks/extract_cpu.py --model runs/demo/model --prompts data/gsm8k_train.jsonl
 """
