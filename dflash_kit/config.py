@@ -49,18 +49,14 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
     wants_print = "--print_config" in argv
     argv = [arg for arg in argv if arg != "--print_config"]
     files, argv = _split_config_files(argv)
-    yaml_args = [
-        arg for file in files for arg in _yaml_args(read_section(Path(file), stage), hints, stage, file)
-    ]
+    yaml_args = [arg for file in files for arg in _yaml_args(read_section(Path(file), stage), hints, stage, file)]
     parser = _build_parser(stage, cls, description)
     if wants_print:
         _drop_requirements(parser)
     try:
         # The YAML's values go in front of the user's own flags: one path of type checks, and the last wins.
         namespace = parser.parse_args(yaml_args + argv)
-    except (
-        Exception
-    ) as err:  # jsonargparse raises ArgumentError, TypeError or ValueError, all of them the user's input
+    except Exception as err:  # jsonargparse raises ArgumentError, TypeError or ValueError, all of them the user's input
         raise KitError(_explain(str(err), stage, hints)) from err
     if wants_print:
         print(yaml.safe_dump({stage: _plain(namespace.as_dict())}, sort_keys=False), end="")
@@ -129,14 +125,10 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
-def _yaml_args(
-    values: dict[str, Any], hints: dict[str, Any], stage: str, file: str, prefix: str = ""
-) -> list[str]:
+def _yaml_args(values: dict[str, Any], hints: dict[str, Any], stage: str, file: str, prefix: str = "") -> list[str]:
     """Turn a mapping into `--key=value` arguments, refusing keys that the dataclass lacks."""
     groups = {
-        name[: name.index(".", len(prefix))]
-        for name in hints
-        if name.startswith(prefix) and "." in name[len(prefix) :]
+        name[: name.index(".", len(prefix))] for name in hints if name.startswith(prefix) and "." in name[len(prefix) :]
     }
     known = {name.removeprefix(prefix).split(".")[0]: None for name in hints if name.startswith(prefix)}
     args: list[str] = []
@@ -160,18 +152,14 @@ def _yaml_args(
 
 
 def _build_parser(stage: str, cls: type, description: str) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=f"dflash-{stage}", description=description, exit_on_error=False, allow_abbrev=False
-    )
+    parser = ArgumentParser(prog=f"dflash-{stage}", description=description, exit_on_error=False, allow_abbrev=False)
     # Both are handled before jsonargparse runs; they stand here for --help.
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="Recipe; flags override it. Sections: " + ", ".join(SECTIONS)
     )
     parser.add_argument("--print_config", action="store_true", help="Print the resolved config and exit.")
     for prefix, part, default in _dataclass_parts(cls):
-        nested = {
-            name for name, hint in typing.get_type_hints(part).items() if dataclasses.is_dataclass(hint)
-        }
+        nested = {name for name, hint in typing.get_type_hints(part).items() if dataclasses.is_dataclass(hint)}
         parser.add_class_arguments(part, prefix or None, skip=nested, sub_configs=False)
         if default is not None:
             leaves = {field.name for field in dataclasses.fields(part)} - nested
@@ -220,9 +208,7 @@ def _explain(message: str, stage: str, hints: dict[str, Any]) -> str:
     missing = re.search(r"arguments are required: (.+)", message)
     if missing:
         names = [name.strip() for name in missing[1].split(",")]
-        return (
-            f"{stage} needs {' and '.join('--' + name for name in names)}: give it as a flag or in the YAML"
-        )
+        return f"{stage} needs {' and '.join('--' + name for name in names)}: give it as a flag or in the YAML"
     unknown = re.search(r"unrecognized arguments: (.+)", message)
     if unknown:
         return f"unexpected argument '{unknown[1]}' for {stage}; every option is written --name value"

@@ -122,9 +122,7 @@ def _is_converted(out: Path, gguf_path: Path | None) -> bool:
         return False
     record_path = out / RECORD_FILE
     if not record_path.is_file():
-        raise KitError(
-            f"{out} is not empty and holds no {RECORD_FILE}; give --out a new folder or empty this one"
-        )
+        raise KitError(f"{out} is not empty and holds no {RECORD_FILE}; give --out a new folder or empty this one")
     record = json.loads(record_path.read_text())
     wanted = SMOLLM2_SHA256 if gguf_path is None else sha256_of(gguf_path)
     if record["gguf_sha256"] != wanted:

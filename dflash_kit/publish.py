@@ -91,6 +91,7 @@ def push(publication: Publication, *, endpoint: str | None = None) -> str:
         KitError: the hub refuses, or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+
     api = HfApi(endpoint=endpoint)
     operations = [CommitOperationAdd(file.name, str(file)) for file in publication.files]
     operations.append(CommitOperationAdd(CARD_NAME, publication.card.encode()))

@@ -27,9 +27,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 6e-4 as a number (PyYAML follows YAML 1.1, where that is a string)."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
 )
@@ -50,9 +48,7 @@ def read_section(path: Path, stage: str) -> dict[str, Any]:
     except yaml.YAMLError as err:
         mark = getattr(err, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise KitError(
-            f"config {path}{where} is not valid YAML: {getattr(err, 'problem', None) or err}"
-        ) from err
+        raise KitError(f"config {path}{where} is not valid YAML: {getattr(err, 'problem', None) or err}") from err
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -64,7 +60,5 @@ def read_section(path: Path, stage: str) -> dict[str, Any]:
             raise KitError(f"unknown section '{name}' in {path}; {nearest(str(name), SECTIONS)}")
     section = content.get(stage)
     if section is not None and not isinstance(section, dict):
-        raise KitError(
-            f"section '{stage}' of {path} holds a {type(section).__name__}; it must map keys to values"
-        )
+        raise KitError(f"section '{stage}' of {path} holds a {type(section).__name__}; it must map keys to values")
     return section or {}

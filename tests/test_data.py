@@ -43,9 +43,7 @@ def test_readme_states_rows_bytes_and_hash_of_every_file() -> None:
 def test_every_file_has_a_licence_row_and_the_licence_texts_exist() -> None:
     readme = (DATA / "README.md").read_text()
     for path in DATA.glob("*.jsonl"):
-        assert re.search(
-            rf"^\| {path.name} \| (training|evaluation).*\| (MIT|Apache-2.0)[^|]*\|$", readme, re.M
-        )
+        assert re.search(rf"^\| {path.name} \| (training|evaluation).*\| (MIT|Apache-2.0)[^|]*\|$", readme, re.M)
     for name in re.findall(r"`(LICENSES/[^`]+)`", readme):
         assert len((DATA / name).read_text()) > 900
 
@@ -147,9 +145,7 @@ def test_bad_rows_name_their_line(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_unknown_names_and_limits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        KitError, match="unknown benchmark 'gsm9k'; known: gsm8k, humaneval, mt-bench, aime25"
-    ):
+    with pytest.raises(KitError, match="unknown benchmark 'gsm9k'; known: gsm8k, humaneval, mt-bench, aime25"):
         load_benchmark("gsm9k")
     with pytest.raises(KitError, match="No such file"):
         load_benchmark(str(tmp_path / "none.jsonl"))

@@ -158,9 +158,7 @@ def test_sources_stay_readable_in_size() -> None:
 
 def test_tracked_files_hold_no_machine_paths_package_hosts_or_tokens() -> None:
     folders = "|".join(["work", "root", "home", "Users", "opt"])
-    hosts = "|".join(
-        ["pypi" + r"\.org", "python" + "hosted", r"download\.py" + "torch", "pypi" + r"\.nvidia"]
-    )
+    hosts = "|".join(["pypi" + r"\.org", "python" + "hosted", r"download\.py" + "torch", "pypi" + r"\.nvidia"])
     pattern = re.compile(rf"(?<![\w.<$}}])/(?:{folders})/\w|{hosts}|hf_[A-Za-z0-9]{{30,}}")
     assert pattern.search("see /" + "work/main")
     for path in tracked_files():
