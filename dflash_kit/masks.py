@@ -96,7 +96,7 @@ def flex_mask(layout: BlockLayout, *, causal: bool, window: int | None) -> Any:
 
 @functools.cache
 def _create_block_mask(device_type: str) -> Callable[..., Any]:
-    """``create_block_mask``, compiled on GPUs: eager, it writes the dense mask first (17 ms instead of under 2)."""
+    """``create_block_mask``, compiled on GPUs: eager, it writes the dense mask first (17 ms of a 153 ms step)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask) if device_type == "cuda" else create_block_mask
