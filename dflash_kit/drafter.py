@@ -7,7 +7,8 @@ Shape legend: T context tokens, N blocks, B block size, Q slots (N * B, or B for
 H query heads, G key-value heads, d head dimension.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from .checkpoint import read_config, read_tensors, write_checkpoint
 from .drafter_config import SLIDING, DrafterConfig
@@ -86,19 +88,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
         repeats = queries.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    return _flex_attention()(queries, keys, values, block_mask=mask, enable_gqa=True)
+    run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    return run(queries, keys, values, block_mask=mask, enable_gqa=True)
 
 
-_COMPILED_FLEX: list[Any] = []
-
-
-def _flex_attention() -> Any:
-    """FlexAttention, compiled once per process: uncompiled it materialises every score."""
-    if not _COMPILED_FLEX:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _COMPILED_FLEX.append(torch.compile(flex_attention, dynamic=False))
-    return _COMPILED_FLEX[0]
+@functools.cache
+def _compiled_flex_attention() -> Any:
+    """FlexAttention for eager callers: uncompiled it materialises every score."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class FeedForward(nn.Module):
@@ -129,6 +126,11 @@ class DrafterLayer(nn.Module):
         return slots + self.mlp(self.post_attention_layernorm(slots))
 
 
+def _run_layer(layer: DrafterLayer, *inputs: Any) -> Tensor:
+    """Call a layer: a function of its own, so that one compiled graph serves them all."""
+    return layer(*inputs)  # type: ignore[no-any-return]
+
+
 @dataclass(slots=True)
 class DraftCache:
     """Context keys and values of committed tokens, preallocated; block keys and values never enter it."""
@@ -152,7 +154,17 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = RotaryPositions(config.head_dim, config.rope_theta)
+        self._training_context: Callable[..., list[KeyValue]] = self.context
+        self._training_layer: Callable[..., Tensor] = _run_layer
         self.apply(_init_weights)
+
+    def compile_training(self) -> None:
+        """Compile what a training step runs, ``forward`` with masks; drafting and replay, of ever new lengths, stay eager.
+
+        One graph serves all layers of a kind: compiling the whole drafter takes minutes and is no faster.
+        """
+        self._training_context = torch.compile(self.context, dynamic=False)
+        self._training_layer = torch.compile(_run_layer, dynamic=False)
 
     # -- the two halves of a draft -------------------------------------------------------------------------------
 
@@ -171,10 +183,20 @@ class Drafter(nn.Module):
         self, noise_embeds: Tensor, slot_positions: Tensor, context: Sequence[KeyValue], masks: Sequence[Any]
     ) -> Tensor:
         """Hidden states (1, Q, D) after the final norm of slots (1, Q, D) at positions (Q,); one mask per layer."""
+        return self._run_layers(_run_layer, noise_embeds, slot_positions, context, masks)
+
+    def _run_layers(
+        self,
+        run_layer: Callable[..., Tensor],
+        noise_embeds: Tensor,
+        slot_positions: Tensor,
+        context: Sequence[KeyValue],
+        masks: Sequence[Any],
+    ) -> Tensor:
         cos, sin = self.rotary(slot_positions, noise_embeds.dtype)
         slots = noise_embeds
         for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
-            slots = layer(slots, key_value, cos, sin, mask)
+            slots = run_layer(layer, slots, key_value, cos, sin, mask)
         return self.norm(slots)
 
     # -- three ways to call it -----------------------------------------------------------------------------------
@@ -201,7 +223,10 @@ class Drafter(nn.Module):
         context_positions, slot_positions = position_ids[0, :num_context], position_ids[0, num_context:]
         if masks is None:
             masks = self.block_masks(context_positions, slot_positions)
-        return self.blocks(noise_embeds, slot_positions, self.context(context_hidden_states, context_positions), masks)
+            context = self.context(context_hidden_states, context_positions)
+            return self.blocks(noise_embeds, slot_positions, context, masks)
+        context = self._training_context(context_hidden_states, context_positions)
+        return self._run_layers(self._training_layer, noise_embeds, slot_positions, context, masks)
 
     def new_cache(self, max_context_tokens: int) -> DraftCache:
         """An empty cache for at most ``max_context_tokens`` committed tokens, in the drafter's dtype and device."""

@@ -4,7 +4,7 @@ import json
 import mmap
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ class GrowingShard:
         self.lengths: list[int] = []
         self._header = header
         self._schema = arrow_schema(header)
-        self._sink = _HashingSink(path.open("wb"), new_hasher(header.checksum))
+        self._sink = _HashingSink(path, new_hasher(header.checksum))
         self._writer = pa.ipc.new_file(self._sink, self._schema)
 
     @property
@@ -60,7 +60,7 @@ class GrowingShard:
 
     def abandon(self) -> None:
         """Close and delete the unfinished file."""
-        self._sink.file.close()
+        self._sink.drop()
         self.path.unlink(missing_ok=True)
 
 
@@ -69,30 +69,38 @@ class _HashingSink:
 
     closed = False
 
-    def __init__(self, file: BinaryIO, hasher: Any) -> None:
-        self.file = file
+    def __init__(self, path: Path, hasher: Any) -> None:
         self.hasher = hasher
         self.num_bytes = 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
-        self.hasher.update(data)
-        self.num_bytes += len(data)
-        return len(data)
+        view = memoryview(data).cast("B")
+        self.hasher.update(view)
+        num_bytes = len(view)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        self.num_bytes += num_bytes
+        return num_bytes
 
     def tell(self) -> int:
         return self.num_bytes
 
     def flush(self) -> None:
-        self.file.flush()
+        """Nothing is buffered here."""
 
     def close(self) -> None:
         """Arrow closes its sink before we are through with the file: see ``sync_and_close``."""
 
     def sync_and_close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        os.fsync(self._descriptor)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close without making anything durable."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class ShardFile:

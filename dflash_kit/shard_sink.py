@@ -1,8 +1,9 @@
-"""A writer thread behind a bounded queue: the engine hands over rows and goes on with its next batch.
+"""Writer threads behind a bounded queue: the engine hands over rows and goes on with its next batch.
 
 When the disk is slower than the engine the queue fills up and ``submit`` blocks: memory stays bounded.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import KitError
 from .shard_format import Row
@@ -28,16 +30,26 @@ class PendingRow:
     """Host memory that it holds."""
     wait: Callable[[], object] | None = None
     """Blocks until the copy is complete; None when it is."""
+    taps_are_sound: Tensor | None = None
+    """() bool on the host, valid once ``wait`` has returned: the device found nothing wrong (``TapInspection``)."""
 
 
 class ShardSink:
-    """Feeds a ``ShardWriter`` from a thread of its own.
+    """Feeds a ``ShardWriter`` from threads of its own, one in each of the writer's lanes.
 
-    A row that cannot be written (a broken capture, a full disk) stops the writing: the first error is kept
-    for ``status`` and later rows are let go, so that the engine never hangs on a sink that has failed.
+    The lowest idle lane takes the next row, so a slow engine fills one shard at a time and a fast one several. A row
+    that cannot be written (a broken capture, a full disk) stops the writing: the first error is kept for ``status``
+    and later rows are let go, so that the engine never hangs on a sink that has failed.
+
+    Args:
+        writer: where the rows go; closed by ``finish``.
+        max_pending_bytes: host memory that queued rows may hold.
+        num_lanes: threads.
     """
 
-    def __init__(self, writer: ShardWriter, *, max_pending_bytes: int = DEFAULT_PENDING_BYTES) -> None:
+    def __init__(
+        self, writer: ShardWriter, *, max_pending_bytes: int = DEFAULT_PENDING_BYTES, num_lanes: int = 1
+    ) -> None:
         self._writer = writer
         self._max_pending_bytes = max_pending_bytes
         self._queue: deque[PendingRow] = deque()
@@ -45,10 +57,14 @@ class ShardSink:
         self._accepted: list[tuple[str, int]] = []
         self._error: str | None = None
         self._closing = False
+        self._busy: set[int] = set()  # lanes that are writing
         self._changed = threading.Condition()
-        self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._write_rows, name="shard-writer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._write_rows, args=(lane,), name=f"shard-writer-{lane}", daemon=True)
+            for lane in range(num_lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, pending: PendingRow) -> None:
         """Queue a row; blocks while the queue is full (one row always fits, however large)."""
@@ -76,22 +92,22 @@ class ShardSink:
             }
 
     def flush(self) -> dict[str, Any]:
-        """Wait until every queued row is in a finished shard; returns the status."""
+        """Wait until every queued row is in a finished shard; returns the status. Nothing may be submitted meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue)
+            self._changed.wait_for(lambda: not self._queue and not self._busy)
         try:
-            with self._writing:
-                self._writer.flush()
+            self._writer.flush()
         except KitError as error:
             self.fail(str(error))
         return self.status()
 
     def finish(self, summary: dict[str, Any] | None) -> dict[str, Any]:
-        """Write what is queued, finish the growing shard, journal a summary if there was no error, and close."""
+        """Write what is queued, finish the growing shards, journal a summary if there was no error, and close."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         try:
             self._writer.flush()
             if summary is not None and self._error is None:
@@ -103,37 +119,50 @@ class ShardSink:
         return self.status()
 
     def _has_room(self, num_bytes: int) -> bool:
-        return not self._queue or self._pending_bytes + num_bytes <= self._max_pending_bytes
+        return not self._pending_bytes or self._pending_bytes + num_bytes <= self._max_pending_bytes
 
-    def _write_rows(self) -> None:
+    def _write_rows(self, lane: int) -> None:
         # Checks and rounding take one thread; a second OpenMP pool would fight the engine for its cores. The
         # setting counts for this thread only. (vLLM's CPU worker replaces the public torch.set_num_threads.)
         torch._C.set_num_threads(1)
-        while (pending := self._next()) is not None:
+        while (pending := self._next(lane)) is not None:
+            accepted = False
             try:
                 if pending.wait is not None:
                     pending.wait()
                 if self._error is None:
-                    with self._writing:
-                        self._writer.add(pending.row)
-                    self._done(pending, accepted=True)
-                    continue
+                    self._writer.add(pending.row, lane=lane, taps_are_sound=bool(pending.taps_are_sound))
+                    accepted = True
             except KitError as error:
                 self.fail(str(error))
             except Exception as error:  # a bug must reach the driver as an error, not as a hang
                 self.fail(f"sample {pending.row.id}: {type(error).__name__}: {error}")
-            self._done(pending, accepted=False)
+            self._done(pending, lane, accepted=accepted)
 
-    def _next(self) -> PendingRow | None:
-        """The oldest row, left in the queue until it is written; None when closing and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            return self._queue[0] if self._queue else None
+    def _next(self, lane: int) -> PendingRow | None:
+        """The oldest row, once all lower lanes are at work; None when closing and empty."""
 
-    def _done(self, pending: PendingRow, *, accepted: bool) -> None:
+        def is_my_turn() -> bool:
+            return bool(self._queue) and all(lower in self._busy for lower in range(lane))
+
         with self._changed:
-            self._queue.popleft()
+            self._changed.wait_for(lambda: is_my_turn() or (self._closing and not self._queue))
+            if not self._queue:
+                return None
+            self._busy.add(lane)
+            pending = self._queue.popleft()
+            self._changed.notify_all()
+            return pending
+
+    def _done(self, pending: PendingRow, lane: int, *, accepted: bool) -> None:
+        with self._changed:
+            self._busy.remove(lane)
             self._pending_bytes -= pending.num_bytes
             if accepted:
                 self._accepted.append((pending.row.id, len(pending.row.input_ids)))
             self._changed.notify_all()
+
+
+def num_writer_lanes() -> int:
+    """Threads that write: one brings about 2 GB/s into memory-backed files, and small machines need their cores."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))

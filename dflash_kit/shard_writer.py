@@ -1,11 +1,16 @@
 """Writing shards so that a kill at any instant loses no finished shard and repeats no row.
 
 A shard grows as ``shard-NNNNN.arrow.incomplete``, is fsynced, renamed, and then journalled in the manifest.
-A rerun drops the incomplete file, adopts a shard that was renamed but not journalled, and mends a torn last
+A rerun drops incomplete files, adopts shards that were renamed but not journalled, and mends a torn last
 manifest line.
+
+Several shards may grow at once, one in each lane: two threads that write to one file wait for each other, two that
+write to two files do not. Numbers are given out when a shard is begun; one that was dropped leaves a gap.
 """
 
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +25,19 @@ DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_SHARD_AGE_S = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A growing shard, and where it will lie."""
+
+    shard: GrowingShard
+    final: Path
+    started_s: float
+
+
 class ShardWriter:
     """Appends rows to a shards folder; one writer at a time, guarded by a lock on the manifest.
+
+    Threads may add rows at the same time, each in a lane of its own.
 
     Args:
         folder: a new or empty folder, or one that was written with the same header (then the writer resumes).
@@ -53,10 +69,10 @@ class ShardWriter:
         """Ids in finished shards, those of earlier runs included."""
         self.num_rows = self.num_tokens = self.num_bytes = 0
         """Totals over finished shards, those of earlier runs included."""
-        self._ids: set[str] = set()  # done_ids and the ids of the growing shard
-        self._shard: GrowingShard | None = None
-        self._shard_started_s = 0.0
+        self._ids: set[str] = set()  # done_ids and the ids of growing shards
+        self._lanes: dict[int, _Lane] = {}
         self._next_index = 0
+        self._shared = threading.Lock()  # guards the ids, the totals, the next index and the journal
         inspect_folder(self.folder, header)
         make_folder(self.folder)
         self._journal = Journal(self.folder, lock_wait_s=lock_wait_s)
@@ -66,59 +82,69 @@ class ShardWriter:
             self._journal.close()
             raise
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, *, lane: int = 0, taps_are_sound: bool = False) -> None:
         """Append a row; its hidden states are rounded to the stored dtype.
+
+        Args:
+            row: the row.
+            lane: which of the growing shards takes it; two threads never use the same lane at once.
+            taps_are_sound: its hidden states were checked on the device already (``TapInspection``).
 
         Raises:
             KitError: the row is not fit to train on (see ``check_row``), its id is there already, or the
                 disk is full (then finished shards are intact and the unfinished one is dropped).
         """
-        check_row(row, self.header)
-        if row.id in self._ids:
-            raise KitError(f"sample {row.id} was captured twice; ids must be unique")
+        check_row(row, self.header, taps_are_sound=taps_are_sound)
+        with self._shared:
+            if row.id in self._ids:
+                raise KitError(f"sample {row.id} was captured twice; ids must be unique")
+            self._ids.add(row.id)
         try:
-            if self._shard is None:
-                self._shard = self._open_shard()
-            self._shard.add(to_stored(row, self.header))
+            growing = self._lanes.get(lane) or self._open_lane(lane)
+            growing.shard.add(to_stored(row, self.header))
         except OSError as error:
-            raise self._full(error) from error
-        self._ids.add(row.id)
-        age_s = time.monotonic() - self._shard_started_s
-        if self._shard.num_bytes >= self.max_shard_bytes or age_s >= self.max_shard_age_s:
-            self.flush()
+            raise self._full(lane, row.id, error) from error
+        age_s = time.monotonic() - growing.started_s
+        if growing.shard.num_bytes >= self.max_shard_bytes or age_s >= self.max_shard_age_s:
+            self.flush_lane(lane)
 
     def flush(self) -> None:
-        """Finish the growing shard, if there is one: on return its rows are durable."""
-        if self._shard is None:
+        """Finish all growing shards: on return their rows are durable."""
+        for lane in sorted(self._lanes):
+            self.flush_lane(lane)
+
+    def flush_lane(self, lane: int) -> None:
+        """Finish the growing shard of one lane, if it has one."""
+        growing = self._lanes.get(lane)
+        if growing is None:
             return
-        final = self.folder / f"shard-{self._next_index:05d}.arrow"
         try:
-            entry = self._shard.finish(final)
-            self._shard = None
-            self._journal.append_shard(entry)
+            entry = growing.shard.finish(growing.final)
+            del self._lanes[lane]
+            with self._shared:
+                self._journal.append_shard(entry)
+                self._take(entry)
         except OSError as error:
-            raise self._full(error) from error
-        self._take(entry)
+            raise self._full(lane, None, error) from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Journal what a run did (drop counts by reason and the like)."""
         try:
             self._journal.append_summary(summary)
         except OSError as error:
-            raise self._full(error) from error
+            raise self._full(None, None, error) from error
 
     def close(self) -> None:
-        """Finish the growing shard and release the folder."""
+        """Finish all growing shards and release the folder."""
         try:
             self.flush()
         finally:
             self._journal.close()
 
     def abandon(self) -> None:
-        """Drop the growing shard and release the folder; finished shards stay."""
-        if self._shard is not None:
-            self._shard.abandon()
-            self._shard = None
+        """Drop all growing shards and release the folder; finished shards stay."""
+        for lane in list(self._lanes):
+            self._drop(lane)
         self._journal.close()
 
     def __enter__(self) -> "ShardWriter":
@@ -132,11 +158,22 @@ class ShardWriter:
         else:
             self.abandon()
 
-    def _open_shard(self) -> GrowingShard:
+    def _open_lane(self, lane: int) -> _Lane:
         require_free_bytes(self.folder, 1 << 20, "the next shard")
-        path = self.folder / f"shard-{self._next_index:05d}.arrow{INCOMPLETE_SUFFIX}"
-        self._shard_started_s = time.monotonic()
-        return GrowingShard(path, self.header)
+        with self._shared:
+            final = self.folder / f"shard-{self._next_index:05d}.arrow"
+            self._next_index += 1
+        shard = GrowingShard(final.with_name(final.name + INCOMPLETE_SUFFIX), self.header)
+        self._lanes[lane] = _Lane(shard, final, time.monotonic())
+        return self._lanes[lane]
+
+    def _drop(self, lane: int) -> None:
+        """Delete the growing shard of a lane: its rows are to be captured again."""
+        growing = self._lanes.pop(lane, None)
+        if growing is not None:
+            growing.shard.abandon()
+            with self._shared:
+                self._ids.difference_update(growing.shard.ids)
 
     def _take(self, entry: ShardEntry) -> None:
         """Count a journalled shard."""
@@ -181,12 +218,13 @@ class ShardWriter:
         self._journal.append_shard(entry)
         self._take(entry)
 
-    def _full(self, error: OSError) -> KitError:
-        """Drop the growing shard after a write error, and say so."""
-        if self._shard is not None:
-            self._shard.abandon()
-            self._shard = None
-        self._ids = set(self.done_ids)
+    def _full(self, lane: int | None, row_id: str | None, error: OSError) -> KitError:
+        """Drop a lane's growing shard after a write error, and say so."""
+        if lane is not None:
+            self._drop(lane)
+        if row_id is not None:
+            with self._shared:
+                self._ids.discard(row_id)
         return KitError(
             f"cannot write to {self.folder}: {error.strerror or error}; its {self.num_rows} rows in finished "
             "shards are intact: make room and run the same command again to resume"

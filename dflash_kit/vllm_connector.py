@@ -34,8 +34,9 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionB
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from dflash_kit.errors import KitError
+from dflash_kit.shard_checks import TapInspection
 from dflash_kit.shard_format import NO_NEXT_TOKEN, STORAGE_TYPES, Row, ShardsHeader
-from dflash_kit.shard_sink import PendingRow, ShardSink
+from dflash_kit.shard_sink import PendingRow, ShardSink, num_writer_lanes
 from dflash_kit.shard_writer import ShardWriter
 from dflash_kit.vllm_worker import end_with_driver
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
 # 0.26 keeps a block's tokens in front of its taps (N, S, K, D), 0.32 behind them (N, K, S, D).
 TOKENS_BEFORE_TAPS = "get_kv_cache_shape" in vars(CacheOnlyAttentionBackend)
+# Device memory that one copy's gathered states take at a time: vLLM has claimed nearly all there is.
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -72,6 +75,20 @@ class FinishedRequests(KVConnectorMetadata):
     """From the scheduler to the workers, with one step."""
 
     requests: list[FinishedRequest] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A request's states on, or on their way to, the host."""
+
+    states_TF: Tensor
+    """(T, K * D) on the host."""
+    is_done: Callable[[], bool] = lambda: True
+    """Whether the copy is complete."""
+    wait: Callable[[], object] | None = None
+    """Waits for it; None: complete."""
+    taps_are_sound: Tensor | None = None
+    """What the GPU found, on the host once the copy is complete."""
 
 
 class ShardConnector(KVConnectorBase_V1, SupportsHMA):
@@ -158,7 +175,8 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         self._dtype = STORAGE_TYPES[self._header.dtype][1]
         try:
             writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
-            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"])
+            lanes = num_writer_lanes() if self._cache_NSKD is not None and self._cache_NSKD.is_cuda else 1
+            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=lanes)
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)
         end_with_driver(extra["driver_pid"], self.shutdown)
@@ -175,13 +193,19 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Copies run beside the next steps; their blocks are held until ``get_finished`` reports them."""
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start the copies of newly finished requests.
+
+        vLLM calls this before it queues the step's kernels, so that the copies wait for earlier steps only and run
+        beside this one.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._cache_NSKD is not None and isinstance(connector_metadata, FinishedRequests):
+            for request in connector_metadata.requests:
+                self._copies[request.request_id] = self._capture(request)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies of newly finished requests; report those whose copy is complete."""
-        if self._cache_NSKD is None:
-            return None, None
-        metadata = self._connector_metadata
-        for request in metadata.requests if isinstance(metadata, FinishedRequests) else []:
-            self._copies[request.request_id] = self._capture(request)
+        """Report the requests whose copy is complete: their blocks may be reused."""
         done = {request_id for request_id, is_done in self._copies.items() if is_done()}
         for request_id in done:
             del self._copies[request_id]
@@ -191,7 +215,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """Queue the request's row; returns a test for "its blocks may be reused"."""
         if self._sink is None:
             return lambda: True
-        states_TF, is_done, wait = self._copy_out(request.block_ids, len(request.token_ids))
+        copied = self._copy_out(request.block_ids, len(request.token_ids))
         mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
         for start, end in request.loss_spans:
             mask[start:end] = True
@@ -199,41 +223,44 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             id=request.sample_id,
             input_ids=torch.tensor(request.token_ids, dtype=torch.int32),
             loss_mask=mask,
-            hidden_states=states_TF,
+            hidden_states=copied.states_TF,
             next_token=request.next_token,
         )
-        self._sink.submit(PendingRow(row, states_TF.nbytes, wait))
-        return is_done
+        self._sink.submit(PendingRow(row, copied.states_TF.nbytes, copied.wait, copied.taps_are_sound))
+        return copied.is_done
 
-    def _copy_out(
-        self, block_ids: list[int], num_tokens: int
-    ) -> tuple[Tensor, Callable[[], bool], Callable[[], object] | None]:
+    def _copy_out(self, block_ids: list[int], num_tokens: int) -> "_Copied":
         """Gather a request's states, round them to the stored dtype and bring them to the host.
 
-        Returns:
-            (T, K * D) host tensor, a test for the copy's completion, and what waits for it (None: complete).
+        On a GPU everything is queued on a stream of its own, beside the running model, in pieces of bounded size, and
+        the states are checked there.
         """
         assert self._cache_NSKD is not None
+        index = torch.tensor(block_ids[: -(-num_tokens // self._block_size)])  # the request may hold a spare block
         if self._copy_stream is None:
-            return self._gather(block_ids, num_tokens), lambda: True, None
+            return _Copied(self._gather(index, num_tokens).flatten(1))
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            states_TF = self._gather(block_ids, num_tokens)
-            host_TF = torch.empty_like(states_TF, device="cpu", pin_memory=True)
-            host_TF.copy_(states_TF, non_blocking=True)
+            index = index.pin_memory().to(self._cache_NSKD.device, non_blocking=True)
+            host_TF = torch.empty(num_tokens, self._header.row_width, dtype=self._dtype, pin_memory=True)
+            sound = torch.empty((), dtype=torch.bool, pin_memory=True)
+            inspection = TapInspection()
+            num_blocks = max(1, PIECE_BYTES // (self._block_size * self._header.row_width * self._dtype.itemsize))
+            for start in range(0, len(index), num_blocks):
+                first = start * self._block_size
+                taps_TKD = self._gather(index[start : start + num_blocks], num_tokens - first)
+                inspection.add(taps_TKD)
+                host_TF[first : first + len(taps_TKD)].copy_(taps_TKD.flatten(1), non_blocking=True)
+            sound.copy_(inspection.result(), non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._copy_stream)
-        return host_TF, event.query, event.synchronize
+        return _Copied(host_TF, event.query, event.synchronize, sound)
 
-    def _gather(self, block_ids: list[int], num_tokens: int) -> Tensor:
+    def _gather(self, index_N: Tensor, num_tokens: int) -> Tensor:
+        """Taps (T, K, D) of the tokens in these blocks, at most ``num_tokens`` of them, in the stored dtype."""
         assert self._cache_NSKD is not None
-        num_blocks = -(-num_tokens // self._block_size)  # the request may hold a spare block
-        index = torch.tensor(block_ids[:num_blocks], dtype=torch.int64)
-        if self._copy_stream is not None:
-            index = index.pin_memory().to(self._cache_NSKD.device, non_blocking=True)
-        blocks_NSKD = self._cache_NSKD.index_select(0, index)
-        states_TF = blocks_NSKD.flatten(0, 1)[:num_tokens].flatten(1)
-        return states_TF.to(self._dtype).contiguous()
+        blocks_NSKD = self._cache_NSKD.index_select(0, index_N)
+        return blocks_NSKD.flatten(0, 1)[:num_tokens].to(self._dtype).contiguous()
 
     def status(self) -> dict[str, Any] | None:
         """The sink's status; None on ranks that do not write."""

@@ -1,7 +1,7 @@
 """What both engines share: the job they are given and what they report while they work."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class Job:
     """Share of the GPU's memory that the engine may take (vLLM only)."""
     max_num_batched_tokens: int | None = None
     """Tokens of one engine step at most; None: the engine's default (vLLM only)."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
 
 
 @dataclass(frozen=True, slots=True)

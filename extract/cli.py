@@ -92,6 +92,8 @@ class ExtractConfig:
     """GPUs that share the target (vLLM only)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory that the engine may take (vLLM only)."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
     verify: bool = False
     """Re-read and check every shard at the end."""
     dry_run: bool = False
@@ -186,6 +188,7 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         tensor_parallel_size=config.tensor_parallel_size,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        engine_args=config.engine_args,
     )
     with ExtractionProgress(len(plan.samples), sum(plan.drops.values())) as progress:
         reports: Iterator[Progress] = CAPTURES[config.engine](job, plan.samples, plan.summary())

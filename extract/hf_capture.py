@@ -48,6 +48,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Iterato
                 yield Progress(1, len(row.input_ids), writer.num_bytes)
         writer.flush()
         writer.write_summary(summary)
+        yield Progress(0, 0, writer.num_bytes)
 
 
 @torch.inference_mode()

@@ -1,11 +1,13 @@
 """Capture by vLLM: the driver feeds requests, the worker writes the shards (see ``dflash_kit.vllm_connector``)."""
 
+import difflib
 import os
 import platform
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -90,26 +92,28 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     on_cpu = current_platform.is_cpu()
     # The extraction method runs each sampled token twice; on a CPU that doubles the work of decoding.
     skip_drafts = on_cpu and any(sample.loss_spans is None for sample in samples)
-    options: dict[str, Any] = {"async_scheduling": False} if skip_drafts else {}
+    own: dict[str, Any] = {
+        "model": job.spec.name,
+        "revision": job.spec.revision,
+        "skip_tokenizer_init": True,
+        "dtype": job.header.compute_dtype,
+        "enforce_eager": on_cpu,
+        "max_model_len": job.longest_tokens + 1,
+        "max_num_seqs": job.max_num_seqs,
+        "tensor_parallel_size": job.tensor_parallel_size,
+        "gpu_memory_utilization": job.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "speculative_config": _extraction_method(job),
+        "kv_transfer_config": _connector(job),
+        "worker_extension_cls": "dflash_kit.vllm_worker.WriterAccess",
+    }
+    if skip_drafts:
+        own["async_scheduling"] = False
     if job.max_num_batched_tokens is not None:
-        options["max_num_batched_tokens"] = job.max_num_batched_tokens
-    arguments = EngineArgs(
-        model=job.spec.name,
-        revision=job.spec.revision,
-        skip_tokenizer_init=True,
-        dtype=job.header.compute_dtype,
-        enforce_eager=on_cpu,
-        max_model_len=job.longest_tokens + 1,
-        max_num_seqs=job.max_num_seqs,
-        tensor_parallel_size=job.tensor_parallel_size,
-        gpu_memory_utilization=job.gpu_memory_utilization,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        speculative_config=_extraction_method(job),
-        kv_transfer_config=_connector(job),
-        worker_extension_cls="dflash_kit.vllm_worker.WriterAccess",
-        **options,
-    )
+        own["max_num_batched_tokens"] = job.max_num_batched_tokens
+    _check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)])
+    arguments = EngineArgs(**own, **job.engine_args)
     try:
         engine = LLMEngine.from_engine_args(arguments)
     except (RuntimeError, ValueError, OSError) as error:
@@ -117,6 +121,17 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     if skip_drafts:
         engine.collective_rpc("skip_draft_tokens")
     return engine
+
+
+def _check_engine_args(extra: dict[str, Any], own: dict[str, Any], known: list[str]) -> None:
+    """Refuse arguments that vLLM does not know, and those that extraction sets itself."""
+    for name in extra:
+        if name in own:
+            raise KitError(f"engine_args.{name} is set by extraction itself; use its own option, or leave it out")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise KitError(f"vLLM's engine has no argument {name!r}{hint}")
 
 
 def _extraction_method(job: Job) -> dict[str, Any]:

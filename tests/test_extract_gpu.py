@@ -63,15 +63,22 @@ def test_rows_captured_on_a_gpu_are_those_of_transformers(tmp_path: Path):
     assert sorted(shards.ids) == sorted(sample.id for sample in samples)
     assert shards.ids != [sample.id for sample in samples]  # they finished out of order
     by_id = {sample.id: sample for sample in samples}
-    model = load_target(target, dtype=torch.bfloat16, device="cuda")
-    worst = 0.0
+    exact, rounded = (load_target(target, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
+    ratios = []
     for row in shards:
         sample = by_id[row.id]
         assert row.input_ids[: len(sample.token_ids)].tolist() == sample.token_ids
         assert len(row.token_ids()) <= sample.max_tokens
-        with torch.inference_mode():
-            output = model(row.input_ids[None].long().cuda(), output_hidden_states=True)
-        want = torch.cat([output.hidden_states[k + 1][0] for k in LAYERS], dim=-1).float().cpu()
-        worst = max(worst, float((row.hidden_states.float() - want).norm() / want.norm()))
-    print(f"largest relative difference to transformers in bfloat16: {worst:.4f}")
-    assert worst < 0.02
+        want, peer = (states(model, row.input_ids) for model in (exact, rounded))
+        ours_error, peer_error = ((s - want).norm(dim=-1) for s in (row.hidden_states.float(), peer))
+        ratios.append(float(ours_error.mean() / peer_error.mean()))
+        assert float(ours_error.max()) < 3 * float(peer_error.max())  # no single token is out of place
+    print(f"error to float32 over that of transformers in bfloat16: {min(ratios):.2f} to {max(ratios):.2f}")
+    assert max(ratios) < 2
+
+
+def states(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """(T, K * D) float32: what transformers has at the tapped layers."""
+    with torch.inference_mode():
+        output = model(input_ids[None].long().cuda(), output_hidden_states=True)
+    return torch.cat([output.hidden_states[k + 1][0] for k in LAYERS], dim=-1).float().cpu()

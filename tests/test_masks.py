@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash_kit.masks import BlockLayout, dense_mask, flex_mask, single_block_mask
+from dflash_kit.masks import BlockLayout, dense_mask, flex_mask, mask_mod, single_block_mask
 
 
 def random_layout(seed: int, block_size: int = 4) -> BlockLayout:
@@ -53,6 +54,34 @@ def test_flex_block_mask_equals_the_dense_mask(window: int | None) -> None:
     zero = torch.zeros((), dtype=torch.long)
     assert torch.equal(block_mask.mask_mod(zero, zero, query, key), dense_mask(layout, causal=True, window=window))
     assert block_mask.seq_lengths == (num_slots, num_keys)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 10])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 100, 300])
+def test_the_tiles_are_those_that_torch_finds_by_looking_at_every_pair(
+    window: int | None, causal: bool, block_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(block_size)
+    lengths = [300, 17, 500, 207]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    late = torch.randint(700, 817, (70,), generator=generator)  # whole tiles of the third document lie before them
+    anchors = torch.cat([torch.randint(0, sum(lengths), (30,), generator=generator), late]).sort().values
+    used = torch.arange(100) % 23 != 5
+    layout = BlockLayout(positions, documents, anchors, used, block_size)
+    num_slots, num_keys = 100 * block_size, sum(lengths) + 100 * block_size
+    rule = mask_mod(layout, causal=causal, window=window)
+    want = create_block_mask(rule, None, None, num_slots, num_keys, device="cpu")
+    got = flex_mask(layout, causal=causal, window=window)
+    assert torch.equal(got.to_dense(), want.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    for counts, name in ((want.kv_num_blocks, "kv_indices"), (want.full_kv_num_blocks, "full_kv_indices")):
+        for row, count in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(getattr(got, name)[0, 0, row, :count], getattr(want, name)[0, 0, row, :count])
+    assert int(want.full_kv_num_blocks.sum()) > 0 or window == 100 or block_size != 16
+    assert got.seq_lengths == want.seq_lengths
 
 
 def test_no_query_is_blind_even_in_unused_blocks() -> None:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from test_shards import make_header, make_row
+from test_shards import assert_rows_are, make_header, make_row
 
 from dflash_kit.shard_sink import PendingRow, ShardSink
 from dflash_kit.shards import ShardWriter, open_shards
@@ -72,9 +72,83 @@ def test_the_first_error_is_kept_and_later_rows_are_let_go(sink, tmp_path):
 
 
 def test_a_bug_in_the_writer_is_reported_by_sample(sink, monkeypatch):
-    def fail(row):
+    def fail(row, **others):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(sink._writer, "add", fail)
     sink.submit(PendingRow(make_row(7), 10))
     assert sink.finish(None)["error"] == "sample row7: ZeroDivisionError: a bug"
+
+
+def until_accepted(sink, count, timeout_s=30):
+    """Poll until so many rows were accepted in all; returns their ids."""
+    ids, end_s = [], time.monotonic() + timeout_s
+    while len(ids) < count and time.monotonic() < end_s:
+        ids += [row_id for row_id, _ in sink.status()["accepted"]]
+        time.sleep(0.005)
+    return ids
+
+
+def test_lanes_write_beside_each_other_and_every_row_arrives_once(tmp_path):
+    writer = ShardWriter(tmp_path / "s", make_header(), max_shard_bytes=3000)
+    sink = ShardSink(writer, max_pending_bytes=500, num_lanes=4)
+    gate = Gate()
+    sink.submit(PendingRow(make_row(0), 10, gate.wait))  # the first lane waits for its copy
+    for index in range(1, 60):
+        sink.submit(PendingRow(make_row(index), 10))
+    assert len(until_accepted(sink, 59)) == 59  # the others went on meanwhile
+    gate.event.set()
+    status = sink.finish({"asked": 60})
+    assert status["error"] is None
+    assert_rows_are(tmp_path / "s", range(60))
+    assert len(list((tmp_path / "s").glob("shard-*.arrow"))) > 4
+    with ShardWriter(tmp_path / "s", make_header()) as again:
+        assert len(again.done_ids) == 60
+
+
+def test_a_slow_engine_fills_one_shard_at_a_time(tmp_path):
+    sink = ShardSink(ShardWriter(tmp_path / "s", make_header()), num_lanes=4)
+    for index in range(8):
+        sink.submit(PendingRow(make_row(index), 10))
+        assert until_accepted(sink, 1) == [f"row{index}"]
+    sink.finish(None)
+    assert [path.name for path in sorted((tmp_path / "s").glob("shard-*.arrow"))] == ["shard-00000.arrow"]
+
+
+def test_a_flush_finishes_the_shards_of_all_lanes(tmp_path):
+    sink = ShardSink(ShardWriter(tmp_path / "s", make_header()), num_lanes=3)
+    gates = [Gate() for _ in range(3)]
+    for index, gate in enumerate(gates):
+        sink.submit(PendingRow(make_row(index), 10, gate.wait))
+    for gate in gates:
+        gate.event.set()
+    sink.flush()
+    assert_rows_are(tmp_path / "s", range(3))
+    assert len(list((tmp_path / "s").glob("shard-*.arrow"))) == 3
+    sink.finish(None)
+
+
+def test_one_broken_row_leaves_the_other_lanes_rows(tmp_path):
+    sink = ShardSink(ShardWriter(tmp_path / "s", make_header()), num_lanes=2)
+    gates = [Gate(), Gate()]
+    broken = make_row(1)
+    sink.submit(PendingRow(replace(broken, hidden_states=broken.hidden_states * 0), 10, gates[0].wait))
+    sink.submit(PendingRow(make_row(2), 10, gates[1].wait))
+    gates[1].event.set()
+    assert until_accepted(sink, 1) == ["row2"]
+    gates[0].event.set()
+    status = sink.finish({"asked": 2})
+    assert "row1" in status["error"]
+    assert_rows_are(tmp_path / "s", [2])
+
+
+def test_a_dropped_shard_leaves_a_gap_and_its_rows_can_be_written_again(tmp_path):
+    with ShardWriter(tmp_path / "s", make_header()) as writer:
+        writer.add(make_row(1), lane=0)
+        writer.add(make_row(2), lane=1)
+        writer._drop(0)  # as after a write error
+        writer.add(make_row(3), lane=2)
+        writer.add(make_row(1), lane=2)
+    assert_rows_are(tmp_path / "s", [1, 2, 3])
+    names = sorted(path.name for path in (tmp_path / "s").glob("shard-*.arrow"))
+    assert names == ["shard-00001.arrow", "shard-00002.arrow"]

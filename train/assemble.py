@@ -39,8 +39,8 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     torch.manual_seed(config.seed)
     with device:
         drafter = Drafter(job.drafter)
-    if on_gpu:  # fuses norms, rotary embedding and SwiGLU; replay calls the drafter's parts, which stay eager
-        drafter.compile(dynamic=False)
+    if on_gpu:  # fuses norms, rotary embedding and SwiGLU
+        drafter.compile_training()
     optimizer = make_optimizer(drafter, job, device)
     model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
     model.train()
