@@ -15,6 +15,7 @@ from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
 from .engine import Engine
+from .fused_engine import FusedEngine, reason_against
 from .inputs import Inputs, read_inputs
 from .live import LiveEvaluation, method_label, require_prompts_fit
 from .progress import EvaluationProgress
@@ -88,7 +89,7 @@ def _decode(
     if config.dry_run:
         return None
     if done < num_prompts:
-        engine = _engine(config, inputs, device, dtype)
+        engine = _engine(config, inputs, methods, device, dtype)
         with EvaluationProgress(num_prompts, done) as progress:
             evaluation = LiveEvaluation(
                 engine,
@@ -132,20 +133,36 @@ def _replay(
     return store.results
 
 
-def _engine(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> Engine:
-    """Load target and drafter."""
+def _engine(
+    config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str
+) -> Engine | FusedEngine:
+    """Load target and drafter, and choose what decodes with them.
+
+    Raises:
+        KitError: the fused engine is asked for and cannot do the job.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading weights; the evaluation shows its own
     torch_dtype = getattr(torch, dtype)
     drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
     model = load_target(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
+    reason = reason_against(model, drafter, methods, config.temperature)
+    if config.engine == "fused" and reason:
+        raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
+    if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
+        print("engine       fused: a round is one CUDA graph", flush=True)
+        max_budget = max(budget for _, budget in methods)
+        return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)
+    note = f" (not fused: {reason})" if device == "cuda" and reason else ""
+    print(f"engine       portable{note}", flush=True)
     return Engine(
         TargetRunner(model, drafter.config.target_layer_ids),
         drafter,
         TargetEnds.from_model(model),
-        eos_token_ids=inputs.spec.eos_token_ids,
-        max_context=inputs.spec.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        max_context=max_context,
     )
 
 

@@ -61,6 +61,18 @@ class GreedyRound:
         return int(choice)
 
     @torch.no_grad()
+    def resume_at(self, num_tokens: int, anchor: Tensor) -> None:
+        """Go back to a prefilled prompt of ``num_tokens``, whatever was decoded since: nothing before them has changed.
+
+        Args:
+            num_tokens: tokens that are committed, in the target's and the drafter's caches.
+            anchor: (1,) int64, the token behind them.
+        """
+        self.target.length.fill_(num_tokens)
+        self.anchor.copy_(anchor)
+        self._held = num_tokens
+
+    @torch.no_grad()
     def advance(self) -> list[int]:
         """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them."""
         self.launch()

@@ -11,6 +11,7 @@ from dflash_kit.target import digest
 
 from .conversation import Conversation
 from .engine import Engine, Generation, Method, Prefix, require_context
+from .fused_engine import FusedEngine
 from .results import PromptResult, Response, ResultStore, count_differences
 from .settings import EvalConfig
 
@@ -33,7 +34,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | FusedEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],

@@ -45,6 +45,9 @@ class EvalConfig:
     """Shards folder: replay acceptance from it instead of decoding live; the report then has no speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
+    engine: Literal["auto", "fused", "portable"] = "auto"
+    """fused: whole rounds as CUDA graphs, greedy, dense Llama-like targets; portable: anything transformers runs; auto
+    takes fused on a GPU where it can."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""
     cpu_threads: int | None = None

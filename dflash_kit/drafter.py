@@ -128,7 +128,8 @@ class DrafterLayer(nn.Module):
 
 def _run_layer(layer: DrafterLayer, *inputs: Any) -> Tensor:
     """Call a layer: a function of its own, so that one compiled graph serves them all."""
-    return layer(*inputs)  # type: ignore[no-any-return]
+    output: Tensor = layer(*inputs)
+    return output
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
 from .capture import Capture, Job, Progress
+from .parity import check_parity
 from .plan import Plan, make_plan
 from .progress import ExtractionProgress
 from .prompts import read_prompts
@@ -94,12 +95,16 @@ class ExtractConfig:
     """Share of GPU memory that the engine may take (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
+    parity: int = 2
+    """Rows of this run whose states are compared with a plain forward pass of transformers; 0 for none."""
     verify: bool = False
     """Re-read and check every shard at the end."""
     dry_run: bool = False
     """Print the plan (samples, tokens, bytes, free disk) and stop; nothing is written."""
 
     def __post_init__(self) -> None:
+        if self.parity < 0:
+            raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
         for name in ("limit", "max_num_seqs", "max_num_batched_tokens", "max_shard_bytes", "num_taps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -126,6 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({**plan.summary(), "to_do": len(plan.samples), "max_bytes": plan.max_bytes(header)}))
         return 0
     totals = run(config, spec, header, plan)
+    if config.parity and totals["rows_added"]:
+        print(check_parity(folder, [sample.id for sample in plan.samples[: config.parity]], revision=spec.revision))
     if config.verify:
         print_report(verify_shards(folder))
     print_totals(totals, folder)

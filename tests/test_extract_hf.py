@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dflash_kit.errors import KitError
-from dflash_kit.shards import open_shards, verify_shards
+from dflash_kit.shards import ShardWriter, open_shards, verify_shards
 from dflash_kit.target import load_target, load_tokenizer
 from extract.cli import main
+from extract.parity import check_parity
 from helpers import REPO, run_command
 
 LAYERS = [0, 2, 4]
@@ -59,7 +61,48 @@ def extracted(tiny_target, prompts, tmp_path_factory):
     assert result.returncode == 0, result.stderr
     last = json.loads(result.stdout.splitlines()[-1])
     assert (last["rows"], last["rows_added"], last["dropped"]) == (12, 12, {})
+    assert last["bytes"] == sum(path.stat().st_size for path in out.glob("*.arrow"))
+    assert "parity   2 rows" in result.stdout
     return out
+
+
+def rewritten(extracted, folder, change, dtype="float32"):
+    """The same shards with other hidden states."""
+    shards = open_shards(extracted)
+    with ShardWriter(folder, replace(shards.header, dtype=dtype)) as writer:
+        for row in shards:
+            writer.add(replace(row, hidden_states=change(row.hidden_states)))
+    return folder, shards.ids[:2]
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0.0, 1e-5), ("bfloat16", 1e-4, 4e-3)])
+def test_parity_passes_for_right_states(extracted, tmp_path, dtype, least, most):
+    parity = check_parity(*rewritten(extracted, tmp_path / "s", lambda states: states, dtype))
+    assert parity.num_rows == 2
+    assert least <= parity.error <= most
+
+
+@pytest.mark.parametrize("fault", ["layer", "shift", "noise"])
+def test_parity_names_the_layer_of_wrong_states(extracted, tiny_target, tmp_path, fault):
+    model = load_target(tiny_target)
+    width = open_shards(extracted).header.hidden_size
+
+    def change(states):
+        states = states.clone()
+        if fault == "layer":  # the middle tap holds the states of the layer before
+            row = next(row for row in open_shards(extracted) if torch.equal(row.hidden_states, states))
+            with torch.inference_mode():
+                hidden = model(row.input_ids[None].long(), output_hidden_states=True).hidden_states
+            states[:, width : 2 * width] = hidden[LAYERS[1]][0]
+        elif fault == "shift":
+            states[:, width : 2 * width] = states[:, width : 2 * width].roll(1, 0)
+        else:
+            middle = states[:, width : 2 * width]
+            middle += 0.02 * middle.norm(dim=-1, keepdim=True) / width**0.5 * torch.randn_like(middle)
+        return states
+
+    with pytest.raises(KitError, match=f"tap of layer {LAYERS[1]} differs from transformers"):
+        check_parity(*rewritten(extracted, tmp_path / "s", change))
 
 
 @torch.inference_mode()

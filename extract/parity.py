@@ -1,0 +1,104 @@
+"""Parity: do the states that an engine wrote equal those of transformers? Looked at after every run, on a few rows.
+
+A serving engine numbers layers in its own way, fuses kernels, batches and splits prompts; each of these has once put
+wrong states into somebody's training data without a word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kit.errors import KitError
+from dflash_kit.shards import Row, ShardsHeader, open_shards
+from dflash_kit.target import TapRecorder, load_target
+
+# Nine tokens in ten must be within these relative differences; bfloat16 rounds 30 layers deep.
+LIMITS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+STORED_LIMITS = {"float32": 0.0, "bfloat16": 4e-3}
+MAX_ROW_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What was compared, and the largest differences."""
+
+    num_rows: int
+    num_tokens: int
+    error: float
+    """Relative difference to transformers that nine tokens in ten stay below, in the worst tap."""
+    limit: float
+    """What was allowed."""
+
+    def __str__(self) -> str:
+        return (
+            f"parity   {self.num_rows} rows, {self.num_tokens} tokens: states within {self.error:.1e} of transformers "
+            f"(limit {self.limit:.0e})"
+        )
+
+
+def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = None) -> Parity:
+    """Compare the states of some rows with a plain forward pass of transformers.
+
+    A tap passes when nine tokens in ten differ by less than the limit, and by less than half of what they differ from
+    the layers before and behind: states of the wrong layer are near the right ones in deep targets.
+
+    Args:
+        folder: shards.
+        ids: rows to look at.
+        revision: hub revision of the target.
+
+    Raises:
+        KitError: naming the sample and the tapped layer, or a target that transformers cannot load.
+    """
+    shards = open_shards(folder)
+    header, wanted = shards.header, set(ids)
+    rows = [shards[i] for i, row_id in enumerate(shards.ids) if row_id in wanted]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, header.compute_dtype)
+    try:
+        target = load_target(header.target_name, dtype=dtype, device=device, revision=revision)
+    except torch.OutOfMemoryError as full:
+        raise KitError("the target does not fit one device for the parity check; pass --parity 0") from full
+    limit = LIMITS[header.compute_dtype] + STORED_LIMITS[header.dtype]
+    worst = max((_worst_tap(target, row, header, limit) for row in rows), default=0.0)
+    num_tokens = sum(min(len(row.input_ids), MAX_ROW_TOKENS) for row in rows)
+    return Parity(len(rows), num_tokens, worst, limit)
+
+
+def _worst_tap(target: Any, row: Row, header: ShardsHeader, limit: float) -> float:
+    num_tokens, worst = min(len(row.input_ids), MAX_ROW_TOKENS), 0.0
+    layers = _layer_outputs(target, row.input_ids[:num_tokens], header)
+    taps_TKD = row.hidden_states[:num_tokens].view(num_tokens, header.num_taps, header.hidden_size).float()
+    for tap, layer_id in enumerate(header.target_layer_ids):
+        error = _difference(taps_TKD[:, tap], layers[layer_id])
+        neighbours = [_difference(taps_TKD[:, tap], layers[i]) for i in (layer_id - 1, layer_id + 1) if i in layers]
+        if not error <= limit or any(error > other / 2 for other in neighbours):
+            closest = min(layers, key=lambda i: _difference(taps_TKD[:, tap], layers[i]))
+            raise KitError(
+                f"sample {row.id}: tap of layer {layer_id} differs from transformers by {error:.2g} (relative; "
+                f"limit {limit:.2g}); of the layers compared, it is nearest to {closest}. These shards are not fit to "
+                "train on: delete them, and report the engine's version (--parity 0 skips this check)"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+@torch.inference_mode()
+def _layer_outputs(target: Any, input_ids: Tensor, header: ShardsHeader) -> dict[int, Tensor]:
+    """(T, D) float32 on the CPU: outputs of the tapped layers and of those beside them, by layer id."""
+    near = {layer + step for layer in header.target_layer_ids for step in (-1, 0, 1)}
+    ids = sorted(i for i in near if 0 <= i < target.config.get_text_config().num_hidden_layers)
+    with TapRecorder(target, ids) as recorder:
+        target(input_ids=input_ids[None].long().to(target.device), use_cache=False, logits_to_keep=1)
+        taps_TF = recorder.taps()[0].float().cpu()
+    return dict(zip(ids, taps_TF.split(header.hidden_size, dim=-1), strict=True))
+
+
+def _difference(states_TD: Tensor, expected_TD: Tensor) -> float:
+    """What nine tokens in ten stay below, each relative to its own norm: one large token must not hide the others."""
+    errors_T = (states_TD - expected_TD).norm(dim=-1) / expected_TD.norm(dim=-1).clamp(min=1e-9)
+    return float(errors_T.quantile(0.9))
