@@ -113,7 +113,7 @@ def _replay(
     done = len(store.results)
     _announce(config, inputs, methods, device, dtype)
     print(f"rows         {num_rows} of {config.replay}; {done} done before")
-    print("replay reads responses from the shards: benchmarks, temperature and seed do not apply")
+    print("replay reads responses from the shards: benchmarks, sampling and seed do not apply")
     if config.dry_run:
         return None
     torch_dtype = getattr(torch, dtype)
@@ -209,7 +209,7 @@ def _settings(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> di
         "kind": "live",
     }
     if config.replay is not None:
-        for name in ("benchmarks", "temperature", "seed", "enable_thinking"):
+        for name in ("benchmarks", "temperature", "top_p", "top_k", "seed", "enable_thinking"):
             values.pop(name)
         values["kind"] = benchmark_name(config)
     return values

@@ -22,8 +22,9 @@ from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import Tree, build_tree, chain_tree, empty_tree
 
+from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
-from .walk import Walk, choose_tokens, walk
+from .walk import Walk, walk
 
 STAGES = ("draft", "build", "verify", "walk", "commit")
 
@@ -113,7 +114,7 @@ class Engine:
         prefix: Prefix,
         method: Method,
         *,
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
         prompt_id: str = "",
         on_round: Callable[[int], None] | None = None,
@@ -123,7 +124,7 @@ class Engine:
         Args:
             prefix: what ``prefill`` returned last.
             method: how to draft.
-            temperature: of the target's softmax; 0 is greedy. Draft logits are never tempered.
+            sampling: how the target's tokens are drawn.
             generator: source of samples, on the target's device.
             prompt_id: kept in the log.
             on_round: called with the tokens that a round added.
@@ -132,12 +133,12 @@ class Engine:
         self.target.rewind(prefix.num_tokens)
         if self._draft_cache is not None:
             self._draft_cache.length = prefix.num_tokens
-        tokens = choose_tokens(prefix.logits[None], temperature, generator)
+        tokens = choose_tokens(prefix.logits[None], sampling, generator)
         num_accepted: list[int] = []
         cut, clock, start_s = None, _StageClock(self._now_s), self._now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:
             limit = prefix.max_new_tokens - len(tokens)
-            done = self._round(tokens[-1], method, limit, temperature, generator, clock)
+            done = self._round(tokens[-1], method, limit, sampling, generator, clock)
             tokens += done.tokens
             num_accepted.append(done.num_accepted)
             cut = done.cut
@@ -159,7 +160,7 @@ class Engine:
         anchor: int,
         method: Method,
         limit: int,
-        temperature: float,
+        sampling: Sampling,
         generator: torch.Generator | None,
         clock: "_StageClock",
     ) -> Walk:
@@ -170,7 +171,7 @@ class Engine:
         with clock("verify"):
             logits = self.target.verify(anchor, tree)
         with clock("walk"):
-            chosen = choose_tokens(logits, temperature, generator)
+            chosen = choose_tokens(logits, sampling, generator)
             done = walk(tree, chosen, eos_token_ids=self.eos_token_ids, limit=limit)
         with clock("commit"):
             taps = self.target.commit(done.rows)

@@ -19,6 +19,7 @@ from .engine import Generation, Method, Prefix, require_context
 from .fused_drafter import FusedDrafter
 from .fused_round import GreedyRound
 from .fused_target import FusedTarget, check_supported, padded_rows
+from .sampling import GREEDY, Sampling
 
 MAX_BLOCK_SIZE = 16
 MAX_BUDGET = 1024
@@ -84,13 +85,13 @@ class FusedEngine:
         prefix: Prefix,
         method: Method,
         *,
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
         prompt_id: str = "",
         on_round: Callable[[int], None] | None = None,
     ) -> Generation:
         """Decode one response by one method, from the last prefill; see ``Engine.decode``."""
-        assert temperature == 0, "the fused engine is greedy"
+        assert sampling.is_greedy, "the fused engine is greedy"
         assert self._first is not None, "nothing was prefilled"
         round_ = self._round(method)
         round_.resume_at(prefix.num_tokens, self._first)

@@ -71,7 +71,7 @@ class LiveEvaluation:
                 generation = self.engine.decode(
                     prefix,
                     Method(*method),
-                    temperature=self.config.temperature,
+                    sampling=self.config.sampling,
                     generator=self._generator,
                     prompt_id=prompt.id,
                 )

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from dflash_kit.acceptance import AR, CHAIN, DDTREE
 from dflash_kit.errors import KitError
 
+from .sampling import Sampling
+
 METHOD_NAMES = (AR, CHAIN, DDTREE)
 # Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
@@ -31,6 +33,10 @@ class EvalConfig:
     """Tokens of a response at most."""
     temperature: float = 0.0
     """Of the target's softmax; 0 is greedy. Draft logits are never tempered."""
+    top_p: float = 1.0
+    """At a temperature above 0, the likeliest tokens with this much probability are sampled from; 1: all."""
+    top_k: int = 0
+    """At a temperature above 0, so many of the likeliest tokens are sampled from; 0: all."""
     methods: str = "ar,chain,ddtree"
     """What to decode with: ar is the baseline of speed-ups and of the lossless check."""
     budgets: str = "16,64"
@@ -67,6 +73,10 @@ class EvalConfig:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature < 0:
             raise ValueError(f"temperature is {self.temperature}; 0 (greedy) or more is needed")
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(f"top_p is {self.top_p}, top_k is {self.top_k}; 0 < top_p <= 1 and top_k >= 0 are needed")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
+            raise ValueError("top_p and top_k cut off a sampled distribution; they need a temperature above 0")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; at least 1 is needed")
         if self.limit is not None and self.limit < 1:
@@ -85,6 +95,11 @@ class EvalConfig:
     def benchmark_names(self) -> list[str]:
         """Benchmarks in the order given."""
         return split_list(self.benchmarks)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the target's tokens are drawn."""
+        return Sampling(self.temperature, self.top_p, self.top_k)
 
     @property
     def method_names(self) -> list[str]:

@@ -3,9 +3,6 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from dflash_kit.tree import Tree
 
 
@@ -27,19 +24,6 @@ class Walk:
     def num_accepted(self) -> int:
         """Draft tokens that entered the response."""
         return len(self.rows) - 1
-
-
-def choose_tokens(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> list[int]:
-    """The target's token behind every row of logits (rows, V): argmax at temperature 0, else a sample.
-
-    Every row gets its own independent sample, whatever the tree holds there. So the token at each step of
-    the walk is a fresh draw of the target given its true prefix, and the response has exactly the target's
-    distribution.
-    """
-    if temperature == 0:
-        return logits.argmax(dim=-1).tolist()
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].tolist()
 
 
 def walk(tree: Tree, chosen: Sequence[int], *, eos_token_ids: Collection[int], limit: int) -> Walk:

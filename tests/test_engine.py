@@ -9,8 +9,8 @@ import torch
 from drafting import OracleEngine, decode_once, make_engine, record_row, tiny_drafter, train_briefly
 
 from decode.engine import Engine, Method
+from decode.sampling import Sampling, choose_tokens
 from decode.target_runner import TargetRunner
-from decode.walk import choose_tokens
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
@@ -273,7 +273,10 @@ def sampling_engine() -> Engine:
     return Engine(TargetRunner(model, [0]), drafter, ends, eos_token_ids=(), max_context=64)
 
 
-def chi_square_excess(engine: Engine, method: Method, num_samples: int, temperature: float = 1.0) -> float:
+PLAIN = Sampling(1.0)
+
+
+def chi_square_excess(engine: Engine, method: Method, num_samples: int, sampling: Sampling = PLAIN) -> float:
     """χ² of the first three tokens against exact enumeration, minus its mean, in standard deviations."""
     prompt = [1, 2, 3]
     model = engine.target.model
@@ -281,20 +284,21 @@ def chi_square_excess(engine: Engine, method: Method, num_samples: int, temperat
     prefixes = torch.tensor([prompt + list(tail) for tail in itertools.product(range(VOCAB), repeat=LENGTH)])
     with torch.no_grad():
         logits = model(prefixes).logits[:, len(prompt) - 1 : -1]
-    step = torch.softmax(logits / temperature, -1).gather(-1, prefixes[:, len(prompt) :, None])
+    step = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape).gather(-1, prefixes[:, len(prompt) :, None])
     exact = step[..., 0].prod(-1)
     torch.testing.assert_close(exact.sum(), torch.tensor(1.0))
     counts = torch.zeros(VOCAB**LENGTH)
     generator = torch.Generator().manual_seed(1)
     prefix = engine.prefill(prompt, LENGTH, max(method.budget, 1))
     for _ in range(num_samples):
-        a, b, c = engine.decode(prefix, method, temperature=temperature, generator=generator).token_ids
+        a, b, c = engine.decode(prefix, method, sampling=sampling, generator=generator).token_ids
         counts[(a * VOCAB + b) * VOCAB + c] += 1
+    assert counts[exact == 0].sum() == 0
     common = exact * num_samples >= 5
     observed = torch.cat([counts[common], counts[~common].sum()[None]])
     expected = torch.cat([exact[common], exact[~common].sum()[None]]) * num_samples
     freedom = len(expected) - 1
-    assert freedom > 12
+    assert freedom > 6
     chi_square = float(((observed - expected) ** 2 / expected).sum())
     return (chi_square - freedom) / (2 * freedom) ** 0.5
 
@@ -304,15 +308,19 @@ def test_sampling_has_the_targets_distribution(sampling_engine: Engine, method: 
     assert abs(chi_square_excess(sampling_engine, method, 800)) < 4
 
 
+def test_truncated_sampling_has_the_targets_truncated_distribution(sampling_engine: Engine) -> None:
+    assert abs(chi_square_excess(sampling_engine, Method("ddtree", 6), 800, Sampling(1.2, 0.9, 4))) < 4
+
+
 def test_planted_faults_are_seen(sampling_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = choose_tokens
 
-    def greedy_nodes(logits: Any, temperature: float, generator: Any) -> list[int]:
-        return [*honest(logits[:1], temperature, generator), *logits[1:].argmax(-1).tolist()]
+    def greedy_nodes(logits: Any, sampling: Sampling, generator: Any) -> list[int]:
+        return [*honest(logits[:1], sampling, generator), *logits[1:].argmax(-1).tolist()]
 
-    def prefers_the_draft(logits: Any, temperature: float, generator: Any) -> list[int]:
+    def prefers_the_draft(logits: Any, sampling: Sampling, generator: Any) -> list[int]:
         """Accepting a draft token with probability p and drawing afresh otherwise counts it twice."""
-        first, second = honest(logits, temperature, generator), honest(logits, temperature, generator)
+        first, second = honest(logits, sampling, generator), honest(logits, sampling, generator)
         return [a if a in (0, 3) else b for a, b in zip(first, second, strict=True)]
 
     for fault in (greedy_nodes, prefers_the_draft):
