@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_kit.errors import KitError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class TargetMasks:
@@ -51,7 +51,7 @@ def attention_kinds(text_config: Any) -> list[str]:
     """Kinds of attention that a target has; refuses what tree verification would silently get wrong."""
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types:
-        kinds = sorted(set(layer_types))
+        kinds = sorted(set(layer_types) - {LINEAR}) or [FULL]  # linear layers take no mask: see DeltaLayers
     else:
         kinds = [SLIDING if getattr(text_config, "sliding_window", None) is not None else FULL]
     unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]

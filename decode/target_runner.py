@@ -19,6 +19,7 @@ from dflash_kit.target import TapRecorder, decoder_layers
 from dflash_kit.tree import Tree, ancestor_mask, positions
 
 from .cache import PathCache
+from .delta_layers import DeltaLayers
 from .target_masks import TargetMasks
 
 PREFILL_CHUNK_TOKENS = 2048
@@ -32,17 +33,19 @@ class TargetRunner:
         tap_layer_ids: layers whose outputs the drafter reads; empty when nothing is drafted.
 
     Raises:
-        KitError: a target with layers that a mask cannot steer, or with another attention implementation.
+        KitError: a target with layers that neither a mask nor ``DeltaLayers`` can steer, or with another attention
+            implementation.
     """
 
     def __init__(self, model: Any, tap_layer_ids: Sequence[int]) -> None:
         implementation = model.config.get_text_config()._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise KitError(f"target runs {implementation} attention, which takes no tree mask; load it with sdpa")
-        if getattr(model, "_is_stateful", False):
+        self._delta = DeltaLayers(model)
+        if getattr(model, "_is_stateful", False) and not self._delta.layers:
             raise KitError(
                 f"target {model.config.model_type} keeps a recurrent state, which this version cannot verify "
-                "trees over; it decodes attention-only targets"
+                "trees over; it decodes targets with attention and Gated DeltaNet layers"
             )
         self.model = model
         self.masks = TargetMasks(model.config)
@@ -54,6 +57,7 @@ class TargetRunner:
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache = PathCache(self._num_layers, 0)
         self._pending: Tensor | None = None
+        self._num_prompt_tokens = 0
 
     @property
     def num_committed(self) -> int:
@@ -65,11 +69,13 @@ class TargetRunner:
         if self._cache.capacity < num_tokens:
             self._cache = PathCache(self._num_layers, num_tokens)
         self._cache.length = 0
+        self._delta.reset()
 
     def rewind(self, num_tokens: int) -> None:
-        """Go back to an earlier committed length, to decode on from there once more."""
-        assert num_tokens <= self._cache.length
+        """Go back to the end of the prompt, ``num_tokens``, to decode on from there once more."""
+        assert num_tokens == self._num_prompt_tokens
         self._cache.length = num_tokens
+        self._delta.restore()
 
     @torch.no_grad()
     def prefill(self, prompt_ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -80,6 +86,7 @@ class TargetRunner:
         """
         taps: list[Tensor] = []
         logits = None
+        self._delta.expect_prompt()
         for chunk in prompt_ids.split(PREFILL_CHUNK_TOKENS):
             rows = torch.arange(len(chunk), device=self.device)
             logits, tap = self._forward(chunk, self._cache.length + rows, rows[:, None] >= rows, last_only=True)
@@ -87,6 +94,8 @@ class TargetRunner:
             if tap is not None:
                 taps.append(tap)
         assert logits is not None, "a prompt has at least one token"
+        self._num_prompt_tokens = self._cache.length
+        self._delta.save()
         return logits[-1], torch.cat(taps, dim=1) if taps else None
 
     @torch.no_grad()
@@ -95,6 +104,7 @@ class TargetRunner:
         token_ids = torch.cat([tree.tokens.new_tensor([anchor]), tree.tokens]).to(self.device)
         row_positions = positions(tree, self._cache.length).to(self.device)
         visible = ancestor_mask(tree.parents).to(self.device)
+        self._delta.expect_tree(tree.parents)
         logits, self._pending = self._forward(token_ids, row_positions, visible, last_only=False)
         return logits
 
@@ -110,6 +120,7 @@ class TargetRunner:
         """
         index = torch.tensor(rows, device=self.device)
         self._cache.commit(index)
+        self._delta.commit(rows)
         taps, self._pending = self._pending, None
         return None if taps is None else taps[:, index]
 

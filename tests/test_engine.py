@@ -202,19 +202,6 @@ def test_windows_and_experts(tmp_path: Path, model_type: Any, overrides: dict[st
         assert decode_once(engine, PROMPTS[0], name, budget, 25).token_ids == expected
 
 
-def test_hybrid_targets_are_refused(tmp_path: Path) -> None:
-    hybrid = {
-        "layer_types": ["linear_attention", "full_attention"] * 3,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
-    model = load_target(make_tiny_target(tmp_path / "target", model_type="qwen3_5_text", **hybrid))
-    with pytest.raises(KitError, match=r"qwen3_5_text .*(linear_attention|recurrent)"):
-        TargetRunner(model, [1])
-
-
 def test_trained_drafter_is_accepted_and_lossless(tiny_model: Any, tiny_target: Path) -> None:
     """The real drafter (context pass, cache, block pass), trained a little, has several tokens accepted."""
     drafter, ends = tiny_drafter(tiny_target, sharpness=1.0)

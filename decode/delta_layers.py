@@ -1,0 +1,196 @@
+"""The Gated DeltaNet layers of a hybrid target, made able to look at a tree.
+
+A mask cannot steer these layers: each keeps a recurrent state and a short window of convolution inputs. So their
+forward pass is replaced, on the loaded model, by one that takes the rows of a pass as a tree: the convolution follows
+the parent chain, the delta rule runs in one pass over all nodes (``gated_delta``), and the committed state is read only
+until a path is committed. Projections, gating norm and output projection stay the model's own modules.
+
+Shape legend: N rows of a pass, H value heads, Dk and Dv key and value width, C convolution channels, W its kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_kit.errors import KitError
+from dflash_kit.target import decoder_layers
+
+from .gated_delta import tree_delta_rule
+
+CHAIN_ROWS = 64
+"""Rows of a prompt that one pass of the delta rule takes: its cost grows with their square."""
+NORM_EPS = 1e-6
+"""Of the query and key norms, as in the models' kernels."""
+FAMILIES = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+
+
+class DeltaLayer:
+    """State of one layer, and its pass over a tree.
+
+    Args:
+        module: the layer's token mixer, one of ``FAMILIES``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.conv_CW = module.conv1d.weight.squeeze(1)
+        self.inputs_CW: Tensor  # the last W - 1 convolution inputs
+        self.state_HKV: Tensor
+        self._seen_CN: Tensor | None = None
+        self._commit: Callable[[int], Tensor] | None = None
+        self._saved: tuple[Tensor, Tensor] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is committed."""
+        module, weight = self.module, self.conv_CW
+        self.inputs_CW = weight.new_zeros(weight.shape[0], weight.shape[1] - 1)
+        shape = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        self.state_HKV = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+
+    def save(self) -> None:
+        """Remember what is committed now."""
+        self._saved = self.inputs_CW, self.state_HKV
+
+    def restore(self) -> None:
+        """Go back to what was saved."""
+        assert self._saved is not None, "nothing was saved"
+        self.inputs_CW, self.state_HKV = self._saved
+
+    def look(self, hidden: Tensor, parents: Tensor) -> Tensor:
+        """Outputs (1, N, D) of rows (1, N, D), each given its own path; ``parents`` (N,), -1 at the root."""
+        module = self.module
+        mixed_NC, z_NHV, b_NH, a_NH = project(module, hidden)
+        q, k, v = self._convolve(mixed_NC, parents).split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
+        repeats = module.num_v_heads // module.num_k_heads
+        q, k = (
+            unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()).repeat_interleave(repeats, dim=1)
+            for x in (q, k)
+        )
+        decay_NH = -module.A_log.float().exp() * nn.functional.softplus(a_NH.float() + module.dt_bias)
+        outputs_NHV, self._commit = tree_delta_rule(
+            q * module.head_k_dim**-0.5,
+            k,
+            v.unflatten(-1, (module.num_v_heads, module.head_v_dim)),
+            decay_NH,
+            b_NH.sigmoid(),
+            self.state_HKV,
+            parents,
+        )
+        normed = module.norm(outputs_NHV.flatten(0, 1), z_NHV.flatten(0, 1))
+        return module.out_proj(normed.view(1, hidden.shape[1], -1))  # type: ignore[no-any-return]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep a path of the last pass, from the root's row 0 down to a leaf."""
+        assert self._commit is not None and self._seen_CN is not None
+        self.state_HKV = self._commit(rows[-1])
+        window = self.inputs_CW.shape[1]
+        index = torch.tensor(rows[-window:], device=self._seen_CN.device)
+        self.inputs_CW = torch.cat([self.inputs_CW, self._seen_CN[:, index]], dim=1)[:, -window:]
+        self._seen_CN = self._commit = None
+
+    def _convolve(self, mixed_NC: Tensor, parents: Tensor) -> Tensor:
+        """(N, C): the causal convolution along each row's own path, and its activation."""
+        from transformers.activations import ACT2FN
+
+        window, kernel = self.inputs_CW.shape[1], self.conv_CW.shape[1]
+        self._seen_CN = mixed_NC.T
+        known_CM = torch.cat([self.inputs_CW, self._seen_CN], dim=1)
+        # Column of each row's parent; the columns before the root are the committed inputs, newest last.
+        behind = torch.cat([torch.arange(-1, window - 1, device=parents.device), parents + window]).clamp(min=0)
+        at, output = torch.arange(window, window + len(parents), device=parents.device), 0.0
+        for tap in reversed(range(kernel)):
+            output = output + known_CM[:, at] * self.conv_CW[:, tap, None]
+            at = behind[at]
+        if self.module.conv1d.bias is not None:
+            output = output + self.module.conv1d.bias[:, None]
+        return ACT2FN[self.module.activation](output).T  # type: ignore[no-any-return]
+
+
+class DeltaLayers:
+    """All Gated DeltaNet layers of a target: what they look at next, and what is committed.
+
+    Args:
+        model: loaded hybrid target; the forward passes of its linear layers are replaced.
+
+    Raises:
+        KitError: a linear layer of another family.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.layers: list[DeltaLayer] = []
+        self._parents: Tensor | None = None
+        for layer in decoder_layers(model):
+            module = getattr(layer, "linear_attn", None)
+            if module is None:
+                continue
+            if type(module).__name__ not in FAMILIES:
+                raise KitError(
+                    f"target {model.config.model_type} has {type(module).__name__} layers, whose state this version "
+                    f"cannot verify trees over; known: {', '.join(FAMILIES)}"
+                )
+            self.layers.append(DeltaLayer(module))
+            module.forward = self._forward_of(self.layers[-1])
+
+    def reset(self) -> None:
+        """Forget everything that was committed."""
+        for layer in self.layers:
+            layer.reset()
+
+    def save(self) -> None:
+        """Remember what is committed, to come back to it with ``restore``."""
+        for layer in self.layers:
+            layer.save()
+
+    def restore(self) -> None:
+        """Go back to what was saved."""
+        for layer in self.layers:
+            layer.restore()
+
+    def expect_prompt(self) -> None:
+        """The next pass reads part of a prompt: a chain that is committed at once."""
+        self._parents = None
+
+    def expect_tree(self, parents: Tensor) -> None:
+        """The next pass looks at a tree; ``parents`` (n,) rows of the nodes' parents, as in ``Tree``."""
+        self._parents = torch.cat([parents.new_tensor([-1]), parents])
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last tree, a path from the root down."""
+        for layer in self.layers:
+            layer.commit(rows)
+
+    def _forward_of(self, layer: DeltaLayer) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self._parents is not None:
+                return layer.look(hidden_states, self._parents.to(hidden_states.device))
+            outputs = []
+            for piece in hidden_states.split(CHAIN_ROWS, dim=1):
+                count = piece.shape[1]
+                outputs.append(layer.look(piece, torch.arange(-1, count - 1, device=piece.device)))
+                layer.commit(range(count))
+            return torch.cat(outputs, dim=1)
+
+        return forward
+
+
+def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a layer's input projections give for hidden states (1, N, D).
+
+    Returns:
+        Convolution inputs (N, C), gates z (N, H, Dv), b (N, H) and a (N, H).
+    """
+    if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next interleaves them by key head
+        q, k, v, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
+        mixed = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)
+    else:
+        mixed, b, a = module.in_proj_qkv(hidden), module.in_proj_b(hidden), module.in_proj_a(hidden)
+        z = module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim))
+    return mixed[0], z[0], b[0], a[0]
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
