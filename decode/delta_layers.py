@@ -9,6 +9,7 @@ Shape legend: N rows of a pass, H value heads, Dk and Dv key and value width, C 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from dflash_kit.errors import KitError
 from dflash_kit.target import decoder_layers
 
-from .gated_delta import tree_delta_rule
+from .gated_delta import delta_rule_on_paths, on_path
 
 CHAIN_ROWS = 64
 """Rows of a prompt that one pass of the delta rule takes: its cost grows with their square."""
@@ -59,28 +60,28 @@ class DeltaLayer:
         assert self._saved is not None, "nothing was saved"
         self.inputs_CW, self.state_HKV = self._saved
 
-    def look(self, hidden: Tensor, parents: Tensor) -> Tensor:
-        """Outputs (1, N, D) of rows (1, N, D), each given its own path; ``parents`` (N,), -1 at the root."""
+    def look(self, hidden: Tensor, paths: "Paths") -> Tensor:
+        """Outputs (1, N, D) of rows (1, N, D), each given its own path."""
         module = self.module
         mixed_NC, z_NHV, b_NH, a_NH = project(module, hidden)
-        q, k, v = self._convolve(mixed_NC, parents).split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
+        q, k, v = self._convolve(mixed_NC, paths).split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
         repeats = module.num_v_heads // module.num_k_heads
         q, k = (
             unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()).repeat_interleave(repeats, dim=1)
             for x in (q, k)
         )
         decay_NH = -module.A_log.float().exp() * nn.functional.softplus(a_NH.float() + module.dt_bias)
-        outputs_NHV, self._commit = tree_delta_rule(
+        outputs_NHV, self._commit = delta_rule_on_paths(
             q * module.head_k_dim**-0.5,
             k,
             v.unflatten(-1, (module.num_v_heads, module.head_v_dim)),
             decay_NH,
             b_NH.sigmoid(),
             self.state_HKV,
-            parents,
+            paths.on_path_NN,
         )
         normed = module.norm(outputs_NHV.flatten(0, 1), z_NHV.flatten(0, 1))
-        return module.out_proj(normed.view(1, hidden.shape[1], -1))  # type: ignore[no-any-return]
+        return module.out_proj(normed.view(1, hidden.shape[1], -1))
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep a path of the last pass, from the root's row 0 down to a leaf."""
@@ -91,22 +92,38 @@ class DeltaLayer:
         self.inputs_CW = torch.cat([self.inputs_CW, self._seen_CN[:, index]], dim=1)[:, -window:]
         self._seen_CN = self._commit = None
 
-    def _convolve(self, mixed_NC: Tensor, parents: Tensor) -> Tensor:
+    def _convolve(self, mixed_NC: Tensor, paths: "Paths") -> Tensor:
         """(N, C): the causal convolution along each row's own path, and its activation."""
         from transformers.activations import ACT2FN
 
-        window, kernel = self.inputs_CW.shape[1], self.conv_CW.shape[1]
         self._seen_CN = mixed_NC.T
         known_CM = torch.cat([self.inputs_CW, self._seen_CN], dim=1)
-        # Column of each row's parent; the columns before the root are the committed inputs, newest last.
-        behind = torch.cat([torch.arange(-1, window - 1, device=parents.device), parents + window]).clamp(min=0)
-        at, output = torch.arange(window, window + len(parents), device=parents.device), 0.0
-        for tap in reversed(range(kernel)):
-            output = output + known_CM[:, at] * self.conv_CW[:, tap, None]
-            at = behind[at]
+        windows_CNW = known_CM[:, paths.columns_NW]
+        output_CN = (windows_CNW.float() * self.conv_CW[:, None].float()).sum(-1)
         if self.module.conv1d.bias is not None:
-            output = output + self.module.conv1d.bias[:, None]
-        return ACT2FN[self.module.activation](output).T  # type: ignore[no-any-return]
+            output_CN = output_CN + self.module.conv1d.bias[:, None]
+        return ACT2FN[self.module.activation](output_CN).T.to(mixed_NC.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Who stands before whom in a pass; the same for all layers."""
+
+    on_path_NN: Tensor
+    """bool: the second row is the first one or an ancestor of it."""
+    columns_NW: Tensor
+    """int64: where each row's convolution inputs lie, oldest first: W - 1 committed ones, then the rows themselves."""
+
+    @classmethod
+    def of(cls, parents: Tensor, kernel: int) -> "Paths":
+        """Paths of a tree; ``parents`` (N,) rows, -1 at the root."""
+        window = kernel - 1
+        # Column of each column's parent; the oldest committed input is its own, which nobody asks for.
+        behind = torch.cat([torch.arange(-1, window - 1, device=parents.device), parents + window]).clamp(min=0)
+        columns = [torch.arange(window, window + len(parents), device=parents.device)]
+        for _ in range(window):
+            columns.append(behind[columns[-1]])
+        return cls(on_path(parents), torch.stack(columns[::-1], dim=1))
 
 
 class DeltaLayers:
@@ -121,7 +138,8 @@ class DeltaLayers:
 
     def __init__(self, model: Any) -> None:
         self.layers: list[DeltaLayer] = []
-        self._parents: Tensor | None = None
+        self._tree: Paths | None = None
+        self._chains: dict[int, Paths] = {}
         for layer in decoder_layers(model):
             module = getattr(layer, "linear_attn", None)
             if module is None:
@@ -150,12 +168,14 @@ class DeltaLayers:
             layer.restore()
 
     def expect_prompt(self) -> None:
-        """The next pass reads part of a prompt: a chain that is committed at once."""
-        self._parents = None
+        """The next passes read a prompt: a chain that is committed at once."""
+        self._tree = None
 
-    def expect_tree(self, parents: Tensor) -> None:
+    def expect_tree(self, parents: Tensor, device: torch.device) -> None:
         """The next pass looks at a tree; ``parents`` (n,) rows of the nodes' parents, as in ``Tree``."""
-        self._parents = torch.cat([parents.new_tensor([-1]), parents])
+        if self.layers:
+            rows = torch.cat([parents.new_tensor([-1]), parents]).to(device)
+            self._tree = Paths.of(rows, self.layers[0].conv_CW.shape[1])
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last tree, a path from the root down."""
@@ -164,16 +184,23 @@ class DeltaLayers:
 
     def _forward_of(self, layer: DeltaLayer) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._parents is not None:
-                return layer.look(hidden_states, self._parents.to(hidden_states.device))
+            if self._tree is not None:
+                return layer.look(hidden_states, self._tree)
             outputs = []
             for piece in hidden_states.split(CHAIN_ROWS, dim=1):
-                count = piece.shape[1]
-                outputs.append(layer.look(piece, torch.arange(-1, count - 1, device=piece.device)))
-                layer.commit(range(count))
+                outputs.append(layer.look(piece, self._chain(piece)))
+                layer.commit(range(piece.shape[1]))
             return torch.cat(outputs, dim=1)
 
         return forward
+
+    def _chain(self, piece: Tensor) -> Paths:
+        """Paths of a piece of a prompt (1, N, D)."""
+        count = piece.shape[1]
+        if count not in self._chains:
+            parents = torch.arange(-1, count - 1, device=piece.device)
+            self._chains[count] = Paths.of(parents, self.layers[0].conv_CW.shape[1])
+        return self._chains[count]
 
 
 def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -44,10 +44,21 @@ def tree_delta_rule(
     order = torch.arange(parents.numel(), device=parents.device)
     if bool((parents >= order).any()) or bool((parents < -1).any()):
         raise ValueError(f"parents {parents.tolist()} must each lie in -1 … node - 1")
+    return delta_rule_on_paths(q, k, v, g, beta, state, on_path(parents))
+
+
+def on_path(parents: Tensor) -> Tensor:
+    """(N, N) bool: whether the second node is the first one or an ancestor of it; ``parents`` as above."""
+    return ancestor_mask(parents + 1)[1:, 1:]
+
+
+def delta_rule_on_paths(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, on_path: Tensor
+) -> tuple[Tensor, Callable[[int], Tensor]]:
+    """``tree_delta_rule`` where all layers share one ``on_path`` (N, N); nothing waits for the device."""
     compute = torch.promote_types(state.dtype, torch.float32)
     q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
     start = state.to(compute)
-    on_path = ancestor_mask(parents + 1)[1:, 1:]  # (N, N): node i, or an ancestor of it
     summed = g @ on_path.to(compute).T  # (H, N): G
     # Masked before the exponential: between branches G_i - G_j may be large, and infinity times 0 is no
     # number.

@@ -104,7 +104,7 @@ class TargetRunner:
         token_ids = torch.cat([tree.tokens.new_tensor([anchor]), tree.tokens]).to(self.device)
         row_positions = positions(tree, self._cache.length).to(self.device)
         visible = ancestor_mask(tree.parents).to(self.device)
-        self._delta.expect_tree(tree.parents)
+        self._delta.expect_tree(tree.parents, self.device)
         logits, self._pending = self._forward(token_ids, row_positions, visible, last_only=False)
         return logits
 
