@@ -4,12 +4,14 @@ checked.
 A template without ``{% generation %}`` tags does not say where the assistant's words begin and end. They
 are found by rendering: the conversation up to the turn (with the generation prompt) must be a prefix of the
 whole conversation, and so must the conversation including the turn; what lies between is what the assistant
-said. The tokens found are decoded and compared with the turn's content. What cannot be derived is refused:
+said. Where templates alter a turn once others follow, its content is looked for, or a marker put in its place.
+The tokens found are decoded and compared with the turn's content. What cannot be derived is refused:
 a mask of all ones would train on the prompts.
 """
 
 import json
 import re
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 from unicodedata import normalize
@@ -116,8 +118,6 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
     after = render(tokenizer, messages[: turn + 1], add_generation_prompt=False, **template_args)
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
-    if messages[turn].get("tool_calls"):
-        return _marked_span(tokenizer, messages, turn, text, **template_args)
     # Some templates render a turn differently once others follow (thinking is dropped): look for its content,
     # behind as much of the generation prompt as the conversation has.
     opening = render(tokenizer, messages[:turn], add_generation_prompt=False, **template_args)
@@ -125,28 +125,28 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
     shared_chars = len(commonprefix([text, before]))  # noqa: RUF071 - characters are meant, not path parts
     start = text.find(content, shared_chars) if text.startswith(opening) else -1
     # Further on stand other turns, which may quote this one.
-    if start < 0 or start - shared_chars > _max_added_chars(messages[turn]):
-        raise _not_found(turn)
+    is_found = 0 <= start <= shared_chars + _max_added_chars(messages[turn])
+    if not is_found or messages[turn].get("tool_calls"):
+        return _marked_span(tokenizer, messages, turn, text, **template_args)
     return start, start + len(content)
 
 
 def _marked_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **template_args: Any) -> Span:
-    """Where a turn that calls tools stands: what is left of the conversation around a marker in its place."""
+    """Where a turn stands of which the content alone is not what was said, or not what is rendered (it calls tools, or
+    lost its thinking): what the conversation has in common with one that has a marker in the turn's place."""
     marked = {key: value for key, value in messages[turn].items() if key != "tool_calls"} | {"content": MARKER}
     with_marker = [*messages[:turn], marked, *messages[turn + 1 :]]
     rendered = render(tokenizer, with_marker, add_generation_prompt=False, **template_args)
     head, _, tail = rendered.partition(MARKER)
-    if not text.startswith(head) or not text.endswith(tail) or len(head) + len(tail) >= len(text):
-        raise _not_found(turn)
+    is_around = text.startswith(head) and text.endswith(tail) and len(head) + len(tail) < len(text)
+    is_in_order = turn + 1 < len(messages) or len(tail) <= MAX_MARKUP_CHARS  # nothing is said behind the last turn
+    if not is_around or not is_in_order:
+        raise KitError(
+            f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; pass "
+            "--enable_thinking if the response holds thinking, --train_on last if the template alters earlier turns, or "
+            "use a template with {% generation %} tags"
+        )
     return len(head), len(text) - len(tail)
-
-
-def _not_found(turn: int) -> KitError:
-    return KitError(
-        f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; use a chat template "
-        "with {% generation %} tags, --enable_thinking where the last turn holds thinking, or --train_on last where the "
-        "template drops it from earlier turns"
-    )
 
 
 def _token_span(offsets: list[tuple[int, int]], chars: Span) -> Span:
@@ -180,11 +180,15 @@ def _check(tokenizer: Any, ids: list[int], spans: list[Span], said: list[Message
     """Decode the ranges: each must hold what the assistant said in that turn, and nothing of the prompt."""
     if not spans:
         raise KitError("no assistant turns were found in the rendered conversation")
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise KitError("two turns were found in one place or out of order; use a template with {% generation %} tags")
     if sum(end - start for start, end in spans) >= len(ids):
         raise KitError("the loss mask would cover the whole conversation; the chat template marks no prompt")
     for (start, end), message in zip(spans, said, strict=True):
         decoded = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
         got, content = (normalize("NFC", text.strip()) for text in (decoded, str(message["content"])))
+        if content not in got:  # the template may have dropped the thinking of an earlier turn
+            content = content.rpartition("</think>")[2].strip()
         missing = [name for name in _called_names(message) if name not in got]
         if content not in got or missing or len(got) - len(content) > _max_added_chars(message):
             raise KitError(

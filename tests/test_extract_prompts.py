@@ -104,18 +104,31 @@ def test_the_last_turn_alone_can_be_learnt(template):
     assert (last_ids, last_said) == (ids, said[1:])
 
 
-def test_thinking_that_a_template_drops_leaves_the_last_turn_to_learn():
+def test_earlier_turns_are_learnt_without_the_thinking_that_a_template_drops():
     talk = [*TALK[:2], {"role": "assistant", "content": "<think>\nhm</think>\n4"}, *TALK[3:]]
+    _, said = spans_of(DROPPING, talk)
+    assert said == ["4<|im_end|>", "6, naïvely.\nReally.<|im_end|>"]
+    _, said = spans_of(DROPPING, talk[:3])
+    assert said == ["<think>\nhm</think>\n4<|im_end|>"]
+
+
+def test_where_earlier_turns_are_altered_the_last_one_can_be_learnt():
     with pytest.raises(KitError, match=r"message 3: .*--train_on last"):
-        spans_of(DROPPING, talk)
-    _, said = spans_of(DROPPING, talk, train_on="last")
-    assert said == ["6, naïvely.\nReally.<|im_end|>"]
+        spans_of(SHOUTING_EARLIER)
+    assert spans_of(SHOUTING_EARLIER, train_on="last")[1] == ["6, naïvely.\nReally.<|im_end|>"]
 
 
 def test_a_quotation_further_on_is_not_taken_for_the_turn():
     quoting = {"role": "user", "content": "You " + "really " * 20 + "said: It is 4."}
     with pytest.raises(KitError, match=r"message 3: .*cannot be found"):
         spans_of(SHOUTING_EARLIER, [*TALK[:3], quoting, TALK[4]])
+
+
+def test_two_turns_are_never_found_in_one_place():
+    short = SHOUTING_EARLIER.replace("<|im_start|>", "[").replace("m.role + '\n'", "m.role[0] + ']'")
+    talk = [TALK[1], {"role": "assistant", "content": "Yes."}, TALK[3], {"role": "assistant", "content": "Yes."}]
+    with pytest.raises(KitError, match="in one place"):
+        spans_of(short.replace("assistant\n", "a]"), talk)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -127,6 +140,20 @@ def test_a_call_of_a_tool_is_learnt_as_it_is_rendered(thinking):
     assert '"parameters"' in tokenizer_with(TOOLS).decode(ids)
 
 
+def test_the_calls_of_an_earlier_question_are_found_without_their_thinking():
+    """As in Qwen3: thinking is rendered behind the last question only, so no turn before it is a prefix any more."""
+    latest = "(messages | map(attribute='role') | list)[loop.index:]"
+    thinking = (
+        "{% if m.reasoning_content and 'user' not in " + latest + " %}{{ m.reasoning_content + '</think>' }}{% endif %}"
+    )
+    template = TOOLS.replace("{{ m.content }}", thinking + "{{ m.content }}")
+    talk = [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in TOOL_TALK]
+    _, said = spans_of(template, [*talk, TALK[1], TALK[2]], enable_thinking=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø"}}\n</tool_call><|im_end|>'
+    assert said[:2] == [call, "Yes.<|im_end|>"]
+    assert said[2].endswith("It is 4.<|im_end|>")
+
+
 def test_reasoning_content_may_stand_in_front_of_what_was_said():
     template = CHATML.replace("m.content", "('<think>' + (m.reasoning_content or '-') + '</think>' + m.content)")
     talk = [TALK[1], {**TALK[2], "reasoning_content": "Two and two. " * 20}]
@@ -136,8 +163,9 @@ def test_reasoning_content_may_stand_in_front_of_what_was_said():
 
 @pytest.mark.parametrize("template", [SHOUTING, EVERYTHING_TAGGED, BACKWARDS])
 def test_a_mask_that_cannot_be_derived_is_refused_and_never_all_ones(template):
-    with pytest.raises(KitError, match=r"generation %\} tags|marks no prompt|turns were found"):
-        spans_of(template)
+    for train_on in ("all", "last"):
+        with pytest.raises(KitError, match=r"generation %\} tags|marks no prompt|turns were found"):
+            spans_of(template, train_on=train_on)
 
 
 def test_the_real_template_of_smollm2(smollm2):
