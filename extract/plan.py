@@ -9,17 +9,19 @@ from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
 
-from .prompts import Conversation, Sample, to_sample
+from .conversations import Line
+from .prompts import LineErrors, Sample, to_sample
+from .spans import TrainOn
 
 
 @dataclass(slots=True)
 class Plan:
-    """Samples of a run, and what became of the other lines of the prompts file."""
+    """Samples of a run, and what became of the other lines of the inputs."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Still to be done, in the order of the file."""
+    """Still to be done, in the order of the inputs."""
     num_asked: int = 0
-    """Lines considered."""
+    """Lines considered, malformed ones included."""
     num_done: int = 0
     """Rows that are in the shards already."""
     drops: Counter[str] = field(default_factory=Counter)
@@ -50,70 +52,102 @@ class Plan:
         return {"asked": self.num_asked, "dropped": dict(self.drops)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Which samples are wanted, and how many; lengths are tokens of what is fed (see ``Sample.token_ids``)."""
+
+    limit: int | None = None
+    """Samples at most, those done already included."""
+    skip_long: bool = False
+    """Drop samples longer than the context instead of refusing them."""
+    min_tokens: int | None = None
+    """Shorter samples are dropped."""
+    max_tokens: int | None = None
+    """Longer samples are dropped."""
+    num_samples: int = 1
+    """Answers to each prompt."""
+
+
 def make_plan(
-    conversations: Iterable[Conversation],
+    lines: Iterable[Line],
     tokenizer: Any,
     spec: TargetSpec,
     header: ShardsHeader,
     done_ids: set[str],
     *,
-    limit: int | None,
+    limits: Limits | None = None,
     generate: bool | None,
-    skip_long: bool,
     template_args: dict[str, Any],
+    train_on: TrainOn = "all",
+    errors: LineErrors | None = None,
 ) -> Plan:
-    """Tokenize the conversations and sort out what is done, repeated, or too long.
+    """Tokenize the lines and sort out what is done, repeated (in whichever input), too short or too long.
 
     Args:
-        conversations: lines of the prompts file.
+        lines: lines of the inputs.
         tokenizer: the target's.
         spec: the target.
         header: of the shards to write; its sampling parameters are used.
         done_ids: ids that are in the shards already.
-        limit: samples at most, those done already included.
+        limits: which samples are wanted; None: all.
         generate: see ``to_sample``.
-        skip_long: drop samples longer than the context instead of refusing them.
         template_args: further arguments of the chat template.
+        train_on: see ``to_sample``.
+        errors: takes the errors of malformed lines, and has taken those of reading; None: the first is raised.
 
     Raises:
         KitError: a malformed line, or a sample longer than the context.
     """
-    plan = Plan()
+    plan, limits, errors = Plan(), limits or Limits(), errors or LineErrors()
     seen: set[str] = set()
     target = {"config": spec.config_hash, "tokenizer": spec.tokenizer_hash, "template": spec.template_hash}
-    for conversation in conversations:
+    for line in lines:
+        try:
+            sample = to_sample(
+                line,
+                tokenizer,
+                sampling=header.sampling,
+                target={**target, "revision": spec.revision},
+                eos_token_ids=spec.eos_token_ids,
+                vocab_size=spec.vocab_size,
+                generate=generate,
+                max_tokens=spec.max_position_embeddings,
+                template_args=template_args,
+                train_on=train_on,
+            )
+        except KitError as error:
+            errors.take(error)
+            continue
         plan.num_asked += 1
-        sample = to_sample(
-            conversation,
-            tokenizer,
-            sampling=header.sampling,
-            target={**target, "revision": spec.revision},
-            eos_token_ids=spec.eos_token_ids,
-            generate=generate,
-            max_tokens=spec.max_position_embeddings,
-            template_args=template_args,
-        )
-        if sample.id in seen:
-            plan.drops["duplicate"] += 1
-        elif _is_too_long(sample, spec, skip_long):
-            plan.drops["too_long"] += 1
-        else:
-            seen.add(sample.id)
-            if sample.id in done_ids:
-                plan.num_done += 1
-            else:
-                plan.samples.append(sample)
-        if len(seen) == limit:
+        reason = "duplicate" if sample.id in seen else _reason_to_drop(sample, spec, limits)
+        if reason:
+            plan.drops[reason] += 1
+            continue
+        num_left = None if limits.limit is None else limits.limit - len(seen)
+        wanted = sample.repeated(limits.num_samples)[:num_left]
+        seen.update(one.id for one in wanted)
+        todo = [one for one in wanted if one.id not in done_ids]
+        plan.samples += todo
+        plan.num_done += len(wanted) - len(todo)
+        if len(seen) == limits.limit:
             break
+    plan.num_asked += errors.num_lines
+    if errors.num_lines:
+        plan.drops["malformed"] = errors.num_lines
     return plan
 
 
-def _is_too_long(sample: Sample, spec: TargetSpec, skip_long: bool) -> bool:
-    if len(sample.token_ids) < spec.max_position_embeddings:  # the engine needs room for one more token
-        return False
-    if not skip_long:
+def _reason_to_drop(sample: Sample, spec: TargetSpec, limits: Limits) -> str | None:
+    num_tokens = len(sample.token_ids)
+    if limits.min_tokens is not None and num_tokens < limits.min_tokens:
+        return "under_min_tokens"
+    if limits.max_tokens is not None and num_tokens > limits.max_tokens:
+        return "over_max_tokens"
+    if num_tokens < spec.max_position_embeddings:  # the engine needs room for one more token
+        return None
+    if not limits.skip_long:
         raise KitError(
-            f"{sample.source}: {len(sample.token_ids)} tokens are more than the target's context of "
+            f"{sample.source}: {num_tokens} tokens are more than the target's context of "
             f"{spec.max_position_embeddings}; shorten the conversation or pass --skip_long to leave such lines out"
         )
-    return True
+    return "too_long"
