@@ -7,10 +7,12 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import require_free_bytes
 from dflash_kit.target_ends import TargetEnds
 
-from .estimate import drafter_shape_bytes
+from .average import WeightAverage
+from .estimate import state_bytes
 from .feed import Feed
 from .job import Job
-from .loop import Trainer, make_optimizer
+from .loop import Trainer
+from .optimizer import make_optimizer
 from .parallel import Parallel
 from .state import Counters, RunFolder
 from .validation import Validation
@@ -22,13 +24,13 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     Raises:
         KitError: the state folder belongs to another run, the target lacks its head, or the disk is too full.
     """
+    is_new = not parallel.on_main(folder.steps)
 
     def begin() -> None:
         folder.begin(job.fingerprint())
         save_config(job.config, folder.state / "train.yaml")
-        need = drafter_shape_bytes(job.drafter)
-        if not folder.steps():
-            require_free_bytes(folder.state, need.state_on_disk * (job.config.keep_last + 1), "trainer state")
+        if is_new:
+            require_free_bytes(folder.state, state_bytes(job) * (job.config.keep_last + 1), "trainer state")
 
     parallel.on_main(begin)
     config, device = job.config, parallel.device
@@ -41,7 +43,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
         drafter = Drafter(job.drafter)
     if on_gpu:  # fuses norms, rotary embedding and SwiGLU
         drafter.compile_training()
-    optimizer = make_optimizer(drafter, job, device)
+    optimizer = make_optimizer(drafter, config.optim)
     model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
     model.train()
     feed = Feed(
@@ -64,6 +66,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
         drafter=drafter,
         model=model,
         optimizer=wrapped,
+        average=WeightAverage(drafter, config.optim.ema_decay) if config.optim.ema_decay else None,
         feed=feed,
         validation=validation,
         folder=folder,

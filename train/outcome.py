@@ -23,7 +23,7 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     if trainer.validation is None:
         return
     counters = trainer.counters
-    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
     found = trainer.validation.measure(drafter, trainer.parallel)
     lengths = {method_label(*method): value.acceptance_length_pooled for method, value in found.items()}
     length = lengths["chain"]
@@ -49,9 +49,9 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
 def save(trainer: "Trainer", argv: list[str] | None) -> None:
     """Write trainer state and drafter, and delete what is too old; all processes call it."""
     counters, folder = trainer.counters, trainer.folder
-    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
     _write_drafter(trainer, drafter, argv)
-    save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters)
+    save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters, trainer.average)
     trainer.parallel.on_main(lambda: folder.prune(trainer.job.config.keep_last, counters.best_step))
 
 
