@@ -17,6 +17,8 @@ from dflash_kit.errors import KitError, run_cli
 from dflash_kit.target import TargetSpec
 from helpers import REPO, make_tiny_target, run_command
 from train.cli import TrainConfig, main
+from train.job import prepare
+from train.settings import NEW_DRAFTER
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +191,26 @@ def test_mistakes_exit_with_status_2_and_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
+def test_settings_of_the_drafter_that_are_left_out_take_the_published_ones(shards_folder: Path, tmp_path: Path) -> None:
+    config = parse_config(
+        "train", TrainConfig, [f"--shards={shards_folder}", f"--out={tmp_path / 'o'}"], description=""
+    )
+    drafter = prepare(config).drafter
+    assert drafter.layer_types == ("full_attention",) * 5 and drafter.layer_causal == (False,) * 5
+    assert (drafter.block_size, drafter.sliding_window, drafter.mask_token_id) == (16, None, 261)
+
+
+def test_a_bare_flag_switches_on_what_may_also_be_null() -> None:
+    args = ["--shards=s", "--out=o", "--drafter.full_causal", "--drafter.sliding_causal=false"]
+    settings = parse_config("train", TrainConfig, args, description="").drafter
+    assert settings.given() == {"full_causal": True, "sliding_causal": False}
+
+
 def test_defaults_are_the_published_recipe() -> None:
     config = TrainConfig(shards="s", out="o")
     assert (config.optim.lr, config.optim.clip, config.optim.warmup_fraction) == (6e-4, 1.0, 0.04)
     assert (config.optim.kind, config.optim.schedule, config.optim.ema_decay) == ("adamw", "cosine", 0.0)
-    assert (config.drafter.block_size, config.drafter.num_hidden_layers) == (16, 5)
+    assert (NEW_DRAFTER["block_size"], NEW_DRAFTER["num_hidden_layers"]) == (16, 5)
     assert (config.data.anchors, config.loss.gamma_of(16)) == (512, 7.0)
     with pytest.raises(KitError):
         parse_config("train", TrainConfig, ["--shards=s"], description="")

@@ -119,8 +119,10 @@ def test_zero_in_two_processes_equals_the_plain_run(
 
 @requires_deepspeed
 @pytest.mark.slow
-def test_the_average_under_zero_2_equals_the_plain_run_and_resumes(shards_folder: Path, tmp_path: Path) -> None:
-    changes = CHANGES | {"optim__ema_decay": 0.6, "keep_last": 3}
+def test_fine_tuning_with_an_average_under_zero_2_equals_the_plain_run_and_resumes(
+    shards_folder: Path, plain: Path, tmp_path: Path
+) -> None:
+    changes = CHANGES | {"init": plain, "optim__ema_decay": 0.6, "keep_last": 3}
     alone, out, config = tmp_path / "alone", tmp_path / "out", tmp_path / "accelerate.yaml"
     assert main(small_run(shards_folder, alone, **changes)) == 0
     config.write_text((CONFIGS / "cpu_zero1.yaml").read_text().replace("zero_stage: 1", "zero_stage: 2"))
@@ -128,7 +130,7 @@ def test_the_average_under_zero_2_equals_the_plain_run_and_resumes(shards_folder
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed ZeRO 2" in done.stdout
     assert_equal_runs(out, alone)
-    assert [m["step"] for m in metrics(out, "replay")] == [3, 6]
+    assert [m["step"] for m in metrics(out, "replay")] == [0, 3, 6]
     file = RunFolder(out).step_folder(6) / "average.safetensors"
     average = load_file(file)
     for name, tensor in load_file(RunFolder(alone).step_folder(6) / "average.safetensors").items():

@@ -19,12 +19,17 @@ from .validation import Validation
 
 
 def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
-    """Load the target's ends, initialise the drafter, hand both to accelerate; all processes call it.
+    """Load the target's ends, initialise the drafter or load the one to start from, hand it to accelerate.
+
+    All processes call it.
 
     Raises:
-        KitError: the state folder belongs to another run, the target lacks its head, or the disk is too full.
+        KitError: the state folder belongs to another run, the drafter to start from or the target's head is incomplete,
+            or the disk is too full.
     """
     is_new = not parallel.on_main(folder.steps)
+    # Read before anything is written: a damaged checkpoint must not leave a run behind.
+    start = job.origin.weights() if job.origin is not None and is_new else None
 
     def begin() -> None:
         folder.begin(job.fingerprint())
@@ -41,6 +46,8 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     torch.manual_seed(config.seed)
     with device:
         drafter = Drafter(job.drafter)
+    if start is not None:
+        drafter.load_state_dict(start)
     if on_gpu:  # fuses norms, rotary embedding and SwiGLU
         drafter.compile_training()
     optimizer = make_optimizer(drafter, config.optim)

@@ -66,6 +66,9 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
     meter = Meter(job.drafter.num_draft_tokens)
     with reporter, StopRequest() as stop:
+        if job.origin is not None and counters.step == 0:
+            with meter.paused():
+                record_replay(trainer, reporter, argv)
         for future in trainer.feed.steps(counters.step, job.max_steps):
             t0 = time.perf_counter()
             rows, error = _take(future)
@@ -177,7 +180,7 @@ def resume(trainer: Trainer) -> None:
     steps = parallel.on_main(folder.steps)
     if steps:
         trainer.counters = load_state(folder, steps[-1], parallel, trainer.drafter, trainer.optimizer, trainer.average)
-    parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step))
+    parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step if steps else -1))
 
 
 def _apply(trainer: Trainer) -> tuple[float, bool]:

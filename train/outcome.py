@@ -21,6 +21,8 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     All processes call it.
     """
     if trainer.validation is None:
+        if trainer.counters.step == 0:
+            reporter.say("no row is held out: acceptance before and after training stays unknown (see replay.max_rows)")
         return
     counters = trainer.counters
     drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
@@ -31,6 +33,8 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     if best:
         counters.best_acceptance_length, counters.best_step = length, counters.step
     counters.last_replay = {"step": counters.step, **lengths}
+    if counters.step == 0:
+        counters.first_replay = counters.last_replay
     reporter.say(replay_line(counters.step, found, best=best))
     values = {
         method_label(*method): {
@@ -70,6 +74,9 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
     quality = ""
     if counters.best_acceptance_length is not None:
         quality = f", replayed chain τ {counters.best_acceptance_length:.3f} on held-out rows"
+    before = counters.first_replay.get("chain")
+    if trainer.job.origin is not None and before is not None:
+        quality += f"; {trainer.job.origin.name}, which it started from, had {before:.3f}"
     reporter.say(f"finished: {folder.out} holds the drafter of step {step}{quality}")
 
 
@@ -90,12 +97,14 @@ def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
         target=job.spec.name,
         target_revision=job.spec.revision,
         shards_header=job.shards.header.to_dict(),
+        init=None if job.origin is None else job.origin.identity(),
         config=asdict(job.config),
         fingerprint=job.fingerprint(),
         metrics={
             "step": counters.step,
             "max_steps": job.max_steps,
             "replay_acceptance_length": counters.last_replay,
+            "init_replay_acceptance_length": counters.first_replay or None,
             "skipped_steps": counters.skipped_steps,
             "tokens": counters.tokens,
         },

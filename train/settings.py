@@ -1,37 +1,52 @@
 """Everything that a training run can be told: frozen dataclasses whose fields are the flags."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from .losses import default_gamma
 
+NEW_DRAFTER: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_sliding_layers": 0,
+    "sliding_window": 2048,
+    "sliding_causal": True,
+    "full_causal": False,
+    "block_size": 16,
+}
+"""What null stands for in ``DrafterSettings`` when a drafter begins from random weights."""
 DECAY_FRACTION = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSettings:
-    """Shape of the drafter; the rest follows from the target and the shards."""
+    """Shape of the drafter; the rest follows from the target and the shards. With init, null keeps what it has."""
 
-    num_hidden_layers: int = 5
-    """Layers of the drafter."""
-    num_sliding_layers: int = 0
-    """How many of them, the first ones, see only a window of the context."""
-    sliding_window: int = 2048
-    """Window of the sliding layers, in tokens."""
-    sliding_causal: bool = True
-    """Whether slots of sliding layers see only earlier slots of their block (the serving engines' convention)."""
-    full_causal: bool = False
-    """The same for full layers."""
-    block_size: int = 16
-    """Anchor plus masked slots; block_size - 1 tokens are drafted."""
+    num_hidden_layers: int | None = None
+    """Layers of the drafter; null takes 5."""
+    num_sliding_layers: int | None = None
+    """How many of them, the first ones, see only a window of the context; null takes 0."""
+    sliding_window: int | None = None
+    """Window of the sliding layers, in tokens; null takes 2048."""
+    sliding_causal: bool | None = None
+    """Whether slots of sliding layers see only earlier slots of their block; null takes true (the serving engines'
+    convention)."""
+    full_causal: bool | None = None
+    """The same for full layers; null takes false."""
+    block_size: int | None = None
+    """Anchor plus masked slots, block_size - 1 tokens are drafted; null takes 16."""
     intermediate_size: int | None = None
     """Width of the feed-forward; null takes the target's."""
     mask_token_id: int | None = None
     """Token fed to masked slots; null takes a reserved one of the target."""
 
     def __post_init__(self) -> None:
-        _at_least("drafter.num_hidden_layers", self.num_hidden_layers, 1)
-        _at_least("drafter.block_size", self.block_size, 2)
+        for name, lowest in (("num_hidden_layers", 1), ("block_size", 2)):
+            if getattr(self, name) is not None:
+                _at_least(f"drafter.{name}", getattr(self, name), lowest)
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not left open."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +217,9 @@ class TrainConfig:
     """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints."""
     target: str | None = None
     """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
+    init: str | None = None
+    """Drafter checkpoint to start from, a folder or hub id, published or of this trainer; null starts from random
+    weights. Taps, layer types, windows, causal flags, mask token, block size and sizes are kept."""
     eval_shards: str | None = None
     """Shards to replay on; null holds a share of the training shards out."""
     drafter: DrafterSettings = field(default_factory=DrafterSettings)

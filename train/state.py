@@ -55,6 +55,8 @@ class Counters:
     best_acceptance_length: float | None = None
     last_replay: dict[str, Any] = field(default_factory=dict)
     """Latest replayed acceptance, by method."""
+    first_replay: dict[str, Any] = field(default_factory=dict)
+    """Replayed acceptance before the first step, of a run that started from a drafter."""
 
 
 class RunFolder:
@@ -100,6 +102,17 @@ class RunFolder:
         partial = record.with_suffix(".incomplete")
         partial.write_text(json.dumps(fingerprint, indent=1))
         os.replace(partial, record)
+
+    def recorded(self) -> dict[str, Any]:
+        """The fingerprint that an earlier run left here or in its result; empty where there was none."""
+        record = self.state / "run.json"
+        if record.exists():
+            return dict(json.loads(record.read_text()))
+        return dict(read_provenance(self.out).get("fingerprint") or {})
+
+    def has_weights(self) -> bool:
+        """Whether a saved state or a finished drafter is here."""
+        return bool(self.steps()) or (self.out / PROVENANCE_NAME).is_file()
 
     def steps(self) -> list[int]:
         """Steps whose trainer state is whole, ascending."""
