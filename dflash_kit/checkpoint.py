@@ -4,6 +4,7 @@ The layout is the published DFlash one, so that vLLM, SGLang, transformers and t
 Trainer state lives beside a checkpoint, never inside it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -102,6 +103,23 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
                 f"checkpoint {folder}: {name} has shape {tuple(tensor.shape)}, its config asks for {tuple(expected[name].shape)}"
             )
     return found
+
+
+def weights_sha256(folder: str | Path) -> str:
+    """SHA-256 of a checkpoint's weight files, in the order of their names (as ``cat FILES | sha256sum`` says).
+
+    Raises:
+        KitError: no safetensors there, or a file that cannot be read.
+    """
+    hasher = hashlib.sha256()
+    for file in _tensor_files(Path(folder)):
+        try:
+            with file.open("rb") as handle:
+                while chunk := handle.read(1 << 22):
+                    hasher.update(chunk)
+        except OSError as error:
+            raise KitError(f"{file} cannot be read: {error}") from error
+    return hasher.hexdigest()
 
 
 def _tensor_files(folder: Path) -> list[Path]:

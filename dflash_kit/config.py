@@ -102,7 +102,7 @@ def _normalised(argv: list[str], hints: dict[str, Any], stage: str) -> list[str]
             hint = nearest("--" + name, ["--" + key for key in known])
             raise KitError(f"unknown flag '--{written}' of {stage}; {hint}")
         is_bare = not equals and (position + 1 == len(argv) or argv[position + 1].startswith("--"))
-        if hints.get(name) is bool and is_bare:
+        if is_bare and _parts(hints.get(name)) - {type(None)} == {bool}:
             equals, value = "=", "true"
         result.append("--" + written.replace("-", "_") + equals + value)
     return result

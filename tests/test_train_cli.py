@@ -17,6 +17,8 @@ from dflash_kit.errors import KitError, run_cli
 from dflash_kit.target import TargetSpec
 from helpers import REPO, make_tiny_target, run_command
 from train.cli import TrainConfig, main
+from train.job import prepare
+from train.settings import NEW_DRAFTER
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,14 @@ def test_unknown_flags_are_refused_with_the_nearest(
         ({"drafter__sliding_window": 2}, ["sliding_window is 2", "at least block_size=4"]),
         ({"data__anchors": 0}, ["data.anchors is 0"]),
         ({"optim__lr": -1}, ["optim.lr is -1"]),
+        ({"optim__schedule": "step"}, ["optim.schedule", "'cosine', 'linear', 'wsd'"]),
+        ({"optim__decay_fraction": 0.5}, ["optim.decay_fraction is 0.5", "optim.schedule cosine", "only wsd"]),
+        ({"optim__schedule": "wsd", "optim__decay_fraction": 0.97}, ["optim.decay_fraction is 0.97", "at most 1"]),
+        ({"optim__schedule": "wsd", "optim__decay_fraction": 0}, ["optim.decay_fraction is 0.0", "above 0"]),
+        ({"optim__ema_decay": 1}, ["optim.ema_decay is 1.0", "below 1"]),
+        ({"optim__kind": "lion"}, ["optim.kind", "'adamw', 'muon'"]),
+        ({"optim__muon_lr": "1e-3"}, ["optim.muon_lr is 0.001", "only muon"]),
+        ({"optim__kind": "muon", "optim__muon_lr": 0}, ["optim.muon_lr is 0", "above 0"]),
         ({"data__holdout_fraction": 1.5}, ["data.holdout_fraction is 1.5"]),
         ({"replay__budgets": "[0]"}, ["replay.budgets is [0]"]),
         ({"loss__kind": "mse"}, ["loss.kind", "'decay', 'dpace'"]),
@@ -181,10 +191,26 @@ def test_mistakes_exit_with_status_2_and_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
+def test_settings_of_the_drafter_that_are_left_out_take_the_published_ones(shards_folder: Path, tmp_path: Path) -> None:
+    config = parse_config(
+        "train", TrainConfig, [f"--shards={shards_folder}", f"--out={tmp_path / 'o'}"], description=""
+    )
+    drafter = prepare(config).drafter
+    assert drafter.layer_types == ("full_attention",) * 5 and drafter.layer_causal == (False,) * 5
+    assert (drafter.block_size, drafter.sliding_window, drafter.mask_token_id) == (16, None, 261)
+
+
+def test_a_bare_flag_switches_on_what_may_also_be_null() -> None:
+    args = ["--shards=s", "--out=o", "--drafter.full_causal", "--drafter.sliding_causal=false"]
+    settings = parse_config("train", TrainConfig, args, description="").drafter
+    assert settings.given() == {"full_causal": True, "sliding_causal": False}
+
+
 def test_defaults_are_the_published_recipe() -> None:
     config = TrainConfig(shards="s", out="o")
     assert (config.optim.lr, config.optim.clip, config.optim.warmup_fraction) == (6e-4, 1.0, 0.04)
-    assert (config.drafter.block_size, config.drafter.num_hidden_layers) == (16, 5)
+    assert (config.optim.kind, config.optim.schedule, config.optim.ema_decay) == ("adamw", "cosine", 0.0)
+    assert (NEW_DRAFTER["block_size"], NEW_DRAFTER["num_hidden_layers"]) == (16, 5)
     assert (config.data.anchors, config.loss.gamma_of(16)) == (512, 7.0)
     with pytest.raises(KitError):
         parse_config("train", TrainConfig, ["--shards=s"], description="")

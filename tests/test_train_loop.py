@@ -124,6 +124,42 @@ def test_schedule_edges() -> None:
     assert end == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("max_steps", [1, 3, 10, 100])
+def test_every_schedule_ends_at_max_steps_and_never_rises_behind_the_warm_up(max_steps: int) -> None:
+    for kind in ("cosine", "linear", "wsd"):
+        rates = [
+            learning_rate(s, max_steps=max_steps, peak=2.0, warmup_fraction=0.1, final_fraction=0.25, kind=kind)
+            for s in range(max_steps + 1)
+        ]
+        warmup = round(max_steps * 0.1)
+        assert rates[-1] == pytest.approx(0.5)
+        assert rates[warmup] == 2.0
+        assert rates[:warmup] == pytest.approx([2.0 * (s + 1) / (warmup + 1) for s in range(warmup)])
+        assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+        assert all(a > b for a, b in zip(rates[-2:], rates[-1:], strict=False))
+
+
+def test_linear_and_stable_then_decay_by_hand() -> None:
+    def rates(kind: Any, decay_fraction: float = 0.2) -> list[float]:
+        settings = {"max_steps": 10, "peak": 1.0, "warmup_fraction": 0.2, "final_fraction": 0.0}
+        return [learning_rate(s, kind=kind, decay_fraction=decay_fraction, **settings) for s in range(11)]
+
+    rising = [1 / 3, 2 / 3]
+    assert rates("linear") == pytest.approx([*rising, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
+    assert rates("wsd", 0.4) == pytest.approx([*rising, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4, 0])
+    assert rates("wsd", 0.8) == pytest.approx(rates("linear"))
+    assert rates("wsd", 0.01) == pytest.approx([*rising, *[1.0] * 8, 0])  # one step of decay at least
+
+
+@pytest.mark.parametrize("schedule", ["linear", "wsd"])
+def test_a_run_follows_its_schedule(shards_folder: Path, tmp_path: Path, schedule: str) -> None:
+    out = tmp_path / "out"
+    changes = {"optim__schedule": schedule, "optim__warmup_fraction": 0.25, "optim__lr": "1e-3"}
+    assert main(small_run(shards_folder, out, optim__max_steps=8, replay__max_rows=0, **changes)) == 0
+    falling = [1, 1, 1, 1, 1, 1 / 2] if schedule == "wsd" else [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert [line["lr"] for line in metrics(out)] == pytest.approx([1e-3 * r for r in (1 / 3, 2 / 3, *falling)])
+
+
 # -- bad steps ------------------------------------------------------------------------------------------------------
 
 

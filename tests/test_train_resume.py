@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from train_helpers import launched_environment, make_shards, small_run
+from train_helpers import (
+    PowerCutError,
+    assert_same_run,
+    cut_power,
+    lasting,
+    launched_environment,
+    make_shards,
+    small_run,
+)
 
 from dflash_kit.errors import KitError
 from helpers import REPO
@@ -41,54 +48,6 @@ def arguments(shards: Path, out: Path, **changes: Any) -> list[str]:
     return small_run(shards, out, **({"data__feature_noise": 0.05, "optim__max_steps": MAX_STEPS} | changes))
 
 
-def assert_same_run(left: Path, right: Path, step: int = MAX_STEPS) -> None:
-    """Weights, optimizer, random state, counters, every logged number and the result are equal bit for bit."""
-    one, two = RunFolder(left).step_folder(step), RunFolder(right).step_folder(step)
-    assert_equal(load_file(one / "weights.safetensors"), load_file(two / "weights.safetensors"))
-    assert_equal(*(torch.load(place / "optimizer.pt", weights_only=True) for place in (one, two)))
-    assert json.loads((one / "counters.json").read_text()) == json.loads((two / "counters.json").read_text())
-    assert lasting(left) == lasting(right)
-    assert (left / "model.safetensors").read_bytes() == (right / "model.safetensors").read_bytes()
-
-
-def lasting(out: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what a clock decides."""
-    clocks = {"time_utc", "tokens_per_s", "s_per_step", "data_wait_share"}
-    lines = RunFolder(out).metrics.read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        for a, b in zip(left, right, strict=True):
-            assert_equal(a, b)
-    else:
-        assert left == right
-
-
-class PowerCutError(Exception):
-    """Stands for a kill at a chosen instant."""
-
-
-def cut_power(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
-    """Die when ``module.name`` is called for the n-th time."""
-    real, calls = getattr(module, name), [0]
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == call:
-            raise PowerCutError
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, dying)
-
-
 @pytest.mark.parametrize(
     ("place", "name", "call"),
     [
@@ -113,7 +72,46 @@ def test_a_run_killed_at_any_instant_resumes_bit_for_bit(
     assert not out.exists()
     torch.manual_seed(99)  # whatever the new process's random state is
     assert main(arguments(shards_folder, out)) == 0
-    assert_same_run(out, unbroken)
+    assert_same_run(out, unbroken, MAX_STEPS)
+
+
+EVERY_OPTION = {
+    "optim__kind": "muon",
+    "optim__muon_lr": "1e-3",
+    "optim__weight_decay": 0.01,
+    "optim__schedule": "wsd",
+    "optim__decay_fraction": 0.5,
+    "optim__final_fraction": 0.1,
+    "optim__ema_decay": 0.8,
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken_with_options(shards_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("options") / "out"
+    assert main(arguments(shards_folder, out, **EVERY_OPTION)) == 0
+    return out
+
+
+@pytest.mark.parametrize(("place", "name", "call"), [("train.loop", "train_step", 7), ("train.state", "_publish", 2)])
+def test_muon_average_and_schedule_resume_bit_for_bit(
+    shards_folder: Path, unbroken_with_options: Path, tmp_path: Path, place: str, name: str, call: int
+) -> None:
+    """Killed between two saved states, and before the end of the stable part of the schedule."""
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        cut_power(patch, sys.modules[place], name, call)
+        with pytest.raises(PowerCutError):
+            main(arguments(shards_folder, out, **EVERY_OPTION))
+    torch.manual_seed(99)
+    assert main(arguments(shards_folder, out, **EVERY_OPTION)) == 0
+    assert_same_run(out, unbroken_with_options, MAX_STEPS)
+    rates = [line["lr"] for line in lasting(out) if line["kind"] == "train"]
+    assert rates[:7] == [2e-3] * 7
+    assert rates[7:] == pytest.approx([2e-3 * (0.1 + 0.9 * left / 6) for left in (5, 4, 3, 2, 1)])
+    state = torch.load(RunFolder(out).step_folder(MAX_STEPS) / "optimizer.pt", weights_only=True)["optimizer"]
+    assert len(state["muon"]["state"]) == 14 and len(state["adamw"]["state"]) == 11
+    assert (RunFolder(out).step_folder(MAX_STEPS) / "average.safetensors").is_file()
 
 
 def test_sigkill_of_a_real_process(shards_folder: Path, tmp_path: Path) -> None:
@@ -181,6 +179,8 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], timeout_
         ),
         ({"optim__lr": "1e-3"}, r"settings\.optim\.lr = 0\.002 but this command says 0\.001"),
         ({"optim__max_steps": 20}, r"max_steps = 12 but this command says 20"),
+        ({"optim__schedule": "linear"}, r'settings\.optim\.schedule = "cosine" but this command says "linear"'),
+        ({"optim__ema_decay": 0.9}, r"settings\.optim\.ema_decay = 0\.0 but this command says 0\.9"),
         ({"seed": 1}, r"settings\.seed = 0 but this command says 1"),
         ({"data__seq_len": 80}, r"seq_len = 64 but this command says 80"),
     ],

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter
 from dflash_kit.target import TargetSpec
+from train.state import RunFolder
 
 NUM_SAID = 60
 """Distinct tokens in use."""
@@ -110,3 +114,53 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def assert_same_run(left: Path, right: Path, step: int) -> None:
+    """Weights, optimizer, random state, counters, every logged number and the result are equal bit for bit."""
+    one, two = RunFolder(left).step_folder(step), RunFolder(right).step_folder(step)
+    assert {file.name for file in one.iterdir()} == {file.name for file in two.iterdir()}
+    for file in one.glob("*.safetensors"):  # the weights and, where it is kept, their average
+        assert_equal(load_file(file), load_file(two / file.name))
+    assert_equal(*(torch.load(place / "optimizer.pt", weights_only=True) for place in (one, two)))
+    assert json.loads((one / "counters.json").read_text()) == json.loads((two / "counters.json").read_text())
+    assert lasting(left) == lasting(right)
+    assert (left / "model.safetensors").read_bytes() == (right / "model.safetensors").read_bytes()
+
+
+def lasting(out: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what a clock decides."""
+    clocks = {"time_utc", "tokens_per_s", "s_per_step", "data_wait_share"}
+    lines = RunFolder(out).metrics.read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    else:
+        assert left == right
+
+
+class PowerCutError(Exception):
+    """Stands for a kill at a chosen instant."""
+
+
+def cut_power(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
+    """Die when ``module.name`` is called for the n-th time."""
+    real, calls = getattr(module, name), [0]
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise PowerCutError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, dying)

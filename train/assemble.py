@@ -7,28 +7,35 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import require_free_bytes
 from dflash_kit.target_ends import TargetEnds
 
-from .estimate import drafter_shape_bytes
+from .average import WeightAverage
+from .estimate import state_bytes
 from .feed import Feed
 from .job import Job
-from .loop import Trainer, make_optimizer
+from .loop import Trainer
+from .optimizer import make_optimizer
 from .parallel import Parallel
 from .state import Counters, RunFolder
 from .validation import Validation
 
 
 def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
-    """Load the target's ends, initialise the drafter, hand both to accelerate; all processes call it.
+    """Load the target's ends, initialise the drafter or load the one to start from, hand it to accelerate.
+
+    All processes call it.
 
     Raises:
-        KitError: the state folder belongs to another run, the target lacks its head, or the disk is too full.
+        KitError: the state folder belongs to another run, the drafter to start from or the target's head is incomplete,
+            or the disk is too full.
     """
+    is_new = not parallel.on_main(folder.steps)
+    # Read before anything is written: a damaged checkpoint must not leave a run behind.
+    start = job.origin.weights() if job.origin is not None and is_new else None
 
     def begin() -> None:
         folder.begin(job.fingerprint())
         save_config(job.config, folder.state / "train.yaml")
-        need = drafter_shape_bytes(job.drafter)
-        if not folder.steps():
-            require_free_bytes(folder.state, need.state_on_disk * (job.config.keep_last + 1), "trainer state")
+        if is_new:
+            require_free_bytes(folder.state, state_bytes(job) * (job.config.keep_last + 1), "trainer state")
 
     parallel.on_main(begin)
     config, device = job.config, parallel.device
@@ -39,9 +46,11 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     torch.manual_seed(config.seed)
     with device:
         drafter = Drafter(job.drafter)
+    if start is not None:
+        drafter.load_state_dict(start)
     if on_gpu:  # fuses norms, rotary embedding and SwiGLU
         drafter.compile_training()
-    optimizer = make_optimizer(drafter, job, device)
+    optimizer = make_optimizer(drafter, config.optim)
     model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
     model.train()
     feed = Feed(
@@ -64,6 +73,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
         drafter=drafter,
         model=model,
         optimizer=wrapped,
+        average=WeightAverage(drafter, config.optim.ema_decay) if config.optim.ema_decay else None,
         feed=feed,
         validation=validation,
         folder=folder,

@@ -74,7 +74,9 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
     from .assemble import assemble
     from .estimate import plan_lines
     from .loop import resume, train
+    from .optimizer import require_possible
 
+    require_possible(job.config.optim, parallel.zero_stage)
     if parallel.is_main:
         bf16 = parallel.compute_dtype == torch.bfloat16
         for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):

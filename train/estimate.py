@@ -11,6 +11,7 @@ from dflash_kit.drafter_config import DrafterConfig
 from .job import Job
 from .losses import CHUNK_BYTES
 from .packing import fill_ratio, num_micro_steps, pack_epoch
+from .settings import OptimSettings
 
 GIB = 2**30
 
@@ -54,6 +55,16 @@ def drafter_shape_bytes(config: DrafterConfig) -> DrafterBytes:
     return DrafterBytes(parameters=sum(p.numel() for p in drafter.parameters()))
 
 
+def average_bytes(job: Job) -> int:
+    """Bytes of the float32 average of the weights, 0 where none is kept; each process holds it whole."""
+    return 4 * drafter_shape_bytes(job.drafter).parameters if job.config.optim.ema_decay else 0
+
+
+def state_bytes(job: Job) -> int:
+    """Bytes on disk of one trainer state and its checkpoint."""
+    return drafter_shape_bytes(job.drafter).state_on_disk + average_bytes(job)
+
+
 def activation_bytes(job: Job, *, bf16: bool) -> int:
     """Rough bytes of one packed row's activations: kept tensors of every layer, dense masks on CPUs, a logit chunk."""
     config, data = job.drafter, job.config.data
@@ -89,18 +100,29 @@ def plan_lines(job: Job, *, num_processes: int, bf16: bool) -> list[str]:
         f"{fill_ratio(lengths, packed, data.seq_len):.1%} filled, up to {data.anchors} blocks each",
         f"steps        {job.max_steps:,} of {data.rows_per_step} packed rows "
         f"({num_processes} processes x {micro} micro-steps)",
-        f"loss         {config.loss.kind}, gamma {job.gamma:g}; AdamW {config.optim.lr:g}, clip {config.optim.clip:g}",
+        f"loss         {config.loss.kind}, gamma {job.gamma:g}; {_optimizer_words(config.optim)}",
     ]
+    if job.origin is not None:
+        lines.insert(2, f"start        {job.origin.name} (weights sha256 {job.origin.weights_sha256[:16]}…)")
     if job.num_long_rows:
         lines.append(f"cut          {job.num_long_rows:,} conversations are longer than {data.seq_len} tokens")
-    fixed = ends_bytes + activation_bytes(job, bf16=bf16)
+    fixed = ends_bytes + activation_bytes(job, bf16=bf16) + average_bytes(job)
     for stage in (0, 1, 2, 3):
         total = sizes.training(stage, num_processes, bf16=bf16) + fixed
         lines.append(
             f"memory       {'no ZeRO' if stage == 0 else f'ZeRO {stage} '}: about {total / GIB:.2f} GiB a process"
         )
-    lines.append(f"disk         {sizes.state_on_disk * (config.keep_last + 1) / GIB:.2f} GiB for trainer state")
+    lines.append(f"disk         {state_bytes(job) * (config.keep_last + 1) / GIB:.2f} GiB for trainer state")
     return lines
+
+
+def _optimizer_words(optim: OptimSettings) -> str:
+    words = [f"AdamW {optim.lr:g}", f"{optim.schedule} schedule", f"clip {optim.clip:g}"]
+    if optim.kind == "muon":
+        words.insert(0, f"Muon {optim.muon_peak:g}")
+    if optim.ema_decay:
+        words.append(f"average of weights {optim.ema_decay:g}")
+    return ", ".join(words)
 
 
 def _layers(config: DrafterConfig) -> Any:

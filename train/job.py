@@ -13,13 +13,16 @@ from dflash_kit.target import TargetSpec, choose_mask_token_id, load_tokenizer
 
 from .batches import RowPacker, packed_length
 from .losses import Objective
+from .origin import Origin, find_origin, require_fit, require_settings
 from .packing import PackingPlan
-from .settings import TrainConfig
+from .settings import NEW_DRAFTER, TrainConfig
+from .state import RunFolder
 from .validation import hold_out
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
 FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads"}
+FREE_TO_CHANGE |= {"drafter", "init"}  # the fingerprint holds what they come to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,8 @@ class Job:
     config: TrainConfig
     spec: TargetSpec
     drafter: DrafterConfig
+    origin: Origin | None
+    """The drafter to start from; None starts from random weights."""
     shards: Shards
     train_rows: tuple[int, ...]
     """Indices of the shards' rows to train on."""
@@ -75,6 +80,7 @@ class Job:
         header.pop("target_name")
         return {
             "drafter_config": self.drafter.to_dict(),
+            "init": None if self.origin is None else self.origin.identity(),
             "shards_header": header,
             "train_rows": len(self.train_rows),
             "train_rows_digest": _digest([self.shards.ids[i] for i in self.train_rows]),
@@ -95,7 +101,8 @@ def prepare(config: TrainConfig) -> Job:
     header = shards.header
     spec = _target_of(config, header)
     header.require_compatible(spec, f"shards {config.shards}")
-    drafter = _drafter_config(config, spec, header)
+    origin = find_origin(config, RunFolder(config.out))
+    drafter = _drafter_config(config, spec, header, origin)
     train_rows, eval_shards, eval_rows = _split(config, shards)
     data = config.data
     lengths = [packed_length(shards.lengths[i]) for i in train_rows]
@@ -105,6 +112,7 @@ def prepare(config: TrainConfig) -> Job:
         config=config,
         spec=spec,
         drafter=drafter,
+        origin=origin,
         shards=shards,
         train_rows=tuple(train_rows),
         eval_shards=eval_shards,
@@ -125,23 +133,17 @@ def _target_of(config: TrainConfig, header: ShardsHeader) -> TargetSpec:
         raise KitError(f"{error}; the shards name it, give --target if it has moved") from error
 
 
-def _drafter_config(config: TrainConfig, spec: TargetSpec, header: ShardsHeader) -> DrafterConfig:
-    wanted = config.drafter
-    mask_token_id = wanted.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = choose_mask_token_id(spec, load_tokenizer(spec.name, spec.revision))
-    return DrafterConfig.from_target(
-        spec,
-        mask_token_id=mask_token_id,
-        num_hidden_layers=wanted.num_hidden_layers,
-        num_sliding_layers=wanted.num_sliding_layers,
-        sliding_window=wanted.sliding_window,
-        sliding_causal=wanted.sliding_causal,
-        full_causal=wanted.full_causal,
-        block_size=wanted.block_size,
-        target_layer_ids=header.target_layer_ids,
-        intermediate_size=wanted.intermediate_size,
-    )
+def _drafter_config(
+    config: TrainConfig, spec: TargetSpec, header: ShardsHeader, origin: Origin | None
+) -> DrafterConfig:
+    if origin is not None:
+        require_settings(origin, config.drafter)
+        require_fit(origin, header, spec)
+        return origin.config
+    wanted = NEW_DRAFTER | config.drafter.given()
+    if "mask_token_id" not in wanted:
+        wanted["mask_token_id"] = choose_mask_token_id(spec, load_tokenizer(spec.name, spec.revision))
+    return DrafterConfig.from_target(spec, target_layer_ids=header.target_layer_ids, **wanted)
 
 
 def _split(config: TrainConfig, shards: Shards) -> tuple[list[int], Shards, list[int]]:

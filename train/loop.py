@@ -15,16 +15,19 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 
+from .average import WeightAverage
 from .batches import PackedRow
 from .feed import Feed
 from .job import Job
 from .losses import slot_cross_entropy
+from .optimizer import set_rate
 from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
 from .schedule import learning_rate
 from .state import Counters, RunFolder, load_state
 from .stopping import StopRequest
+from .sums import StepResult, StepSums
 from .validation import Validation
 
 
@@ -39,6 +42,8 @@ class Trainer:
     """The bare drafter; ``model`` is what accelerate made of it."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
+    """What replay and checkpoints use instead of the weights, where it is kept."""
     feed: Feed
     validation: Validation | None
     folder: RunFolder
@@ -48,25 +53,6 @@ class Trainer:
     def flex(self) -> bool:
         """FlexAttention on GPUs; on CPUs it has no backward pass."""
         return self.parallel.device.type == "cuda"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """Sums of one step over all processes."""
-
-    loss_sum: float
-    weight_sum: float
-    correct: list[float]
-    """Hits of slots 1 … B - 1."""
-    counted: list[float]
-    """Trials of slots 1 … B - 1."""
-    tokens: int
-    cut_tokens: int
-    grad_norm: float | None
-    """None where the step had nothing to learn from."""
-    applied: bool
-    """False where the step was skipped: a non-finite loss or gradient, or no supervised token."""
-    stop_asked: bool
 
 
 def train(trainer: Trainer, argv: list[str] | None) -> int:
@@ -80,6 +66,9 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
     meter = Meter(job.drafter.num_draft_tokens)
     with reporter, StopRequest() as stop:
+        if job.origin is not None and counters.step == 0:
+            with meter.paused():
+                record_replay(trainer, reporter, argv)
         for future in trainer.feed.steps(counters.step, job.max_steps):
             t0 = time.perf_counter()
             rows, error = _take(future)
@@ -87,6 +76,8 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             lr = rate_at(job, counters.step)
             result = train_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
             _count(counters, result)
+            if result.applied and trainer.average is not None:
+                trainer.average.update(trainer.drafter, counters.step - counters.skipped_steps)
             _measure(meter, result)
             reporter.advance(counters.step, result.loss_sum / max(result.weight_sum, 1e-9))
             last = counters.step == job.max_steps
@@ -128,9 +119,8 @@ def train_step(
         raise error
     if num_errors:
         raise KitError("another process could not read its rows; see its message")
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = lr
-    sums = _Sums(trainer.job.drafter.num_draft_tokens)
+    set_rate(trainer.optimizer, lr)
+    sums = StepSums(trainer.job.drafter.num_draft_tokens)
     grad_norm, applied = None, False
     if weight_sum > 0:
         # Backends average over processes and accelerate over micro-steps; the weighted sum is wanted.
@@ -145,7 +135,7 @@ def train_step(
     return sums.result(parallel, weight_sum, grad_norm=grad_norm, applied=applied, stop_asked=stops > 0)
 
 
-def forward_loss(trainer: Trainer, row: PackedRow, sums: "_Sums") -> torch.Tensor:
+def forward_loss(trainer: Trainer, row: PackedRow, sums: StepSums) -> torch.Tensor:
     """Weighted sum of one packed row's slot losses."""
     job, ends = trainer.job, trainer.ends
     row = row.to(trainer.parallel.device, ends.head.dtype)
@@ -179,16 +169,9 @@ def rate_at(job: Job, step: int) -> float:
         peak=optim.lr,
         warmup_fraction=optim.warmup_fraction,
         final_fraction=optim.final_fraction,
+        kind=optim.schedule,
+        decay_fraction=optim.decay_share,
     )
-
-
-def make_optimizer(drafter: Drafter, job: Job, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; norms are not decayed."""
-    optim = job.config.optim
-    matrices = [p for p in drafter.parameters() if p.ndim > 1]
-    norms = [p for p in drafter.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
 def resume(trainer: Trainer) -> None:
@@ -196,47 +179,8 @@ def resume(trainer: Trainer) -> None:
     parallel, folder = trainer.parallel, trainer.folder
     steps = parallel.on_main(folder.steps)
     if steps:
-        trainer.counters = load_state(folder, steps[-1], parallel, trainer.drafter, trainer.optimizer)
-    parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step))
-
-
-class _Sums:
-    """This process's sums of a step; they stay on the device until the step is over."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.losses: list[torch.Tensor] = []
-        self.correct: list[torch.Tensor] = []
-        self.counted: list[torch.Tensor] = []
-        self.tokens = self.cut_tokens = 0
-
-    def add(self, numerator: torch.Tensor, correct: torch.Tensor, depths: torch.Tensor) -> None:
-        """Take in one packed row."""
-        self.losses.append(numerator.double())
-        self.correct.append(torch.bincount(depths, correct.double(), minlength=self.num_slots + 1)[1:])
-        self.counted.append(torch.bincount(depths, minlength=self.num_slots + 1)[1:].double())
-
-    def result(
-        self, parallel: Parallel, weight_sum: float, *, grad_norm: float | None, applied: bool, stop_asked: bool
-    ) -> StepResult:
-        """Exchange the sums."""
-        n = self.num_slots
-        mine = [0.0] * (2 * n + 1)
-        if self.losses:
-            loss = torch.stack(self.losses).sum()[None]
-            mine = torch.cat([loss, torch.stack(self.correct).sum(0), torch.stack(self.counted).sum(0)]).tolist()
-        total = parallel.sum([*mine, float(self.tokens), float(self.cut_tokens)])
-        return StepResult(
-            loss_sum=total[0],
-            weight_sum=weight_sum,
-            correct=total[1 : n + 1],
-            counted=total[n + 1 : 2 * n + 1],
-            tokens=int(total[-2]),
-            cut_tokens=int(total[-1]),
-            grad_norm=grad_norm,
-            applied=applied,
-            stop_asked=stop_asked,
-        )
+        trainer.counters = load_state(folder, steps[-1], parallel, trainer.drafter, trainer.optimizer, trainer.average)
+    parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step if steps else -1))
 
 
 def _apply(trainer: Trainer) -> tuple[float, bool]:

@@ -21,9 +21,11 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     All processes call it.
     """
     if trainer.validation is None:
+        if trainer.counters.step == 0:
+            reporter.say("no row is held out: acceptance before and after training stays unknown (see replay.max_rows)")
         return
     counters = trainer.counters
-    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
     found = trainer.validation.measure(drafter, trainer.parallel)
     lengths = {method_label(*method): value.acceptance_length_pooled for method, value in found.items()}
     length = lengths["chain"]
@@ -31,6 +33,8 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     if best:
         counters.best_acceptance_length, counters.best_step = length, counters.step
     counters.last_replay = {"step": counters.step, **lengths}
+    if counters.step == 0:
+        counters.first_replay = counters.last_replay
     reporter.say(replay_line(counters.step, found, best=best))
     values = {
         method_label(*method): {
@@ -49,9 +53,9 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
 def save(trainer: "Trainer", argv: list[str] | None) -> None:
     """Write trainer state and drafter, and delete what is too old; all processes call it."""
     counters, folder = trainer.counters, trainer.folder
-    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends)
+    drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
     _write_drafter(trainer, drafter, argv)
-    save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters)
+    save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters, trainer.average)
     trainer.parallel.on_main(lambda: folder.prune(trainer.job.config.keep_last, counters.best_step))
 
 
@@ -70,6 +74,9 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
     quality = ""
     if counters.best_acceptance_length is not None:
         quality = f", replayed chain τ {counters.best_acceptance_length:.3f} on held-out rows"
+    before = counters.first_replay.get("chain")
+    if trainer.job.origin is not None and before is not None:
+        quality += f"; {trainer.job.origin.name}, which it started from, had {before:.3f}"
     reporter.say(f"finished: {folder.out} holds the drafter of step {step}{quality}")
 
 
@@ -90,12 +97,14 @@ def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
         target=job.spec.name,
         target_revision=job.spec.revision,
         shards_header=job.shards.header.to_dict(),
+        init=None if job.origin is None else job.origin.identity(),
         config=asdict(job.config),
         fingerprint=job.fingerprint(),
         metrics={
             "step": counters.step,
             "max_steps": job.max_steps,
             "replay_acceptance_length": counters.last_replay,
+            "init_replay_acceptance_length": counters.first_replay or None,
             "skipped_steps": counters.skipped_steps,
             "tokens": counters.tokens,
         },

@@ -1,35 +1,52 @@
 """Everything that a training run can be told: frozen dataclasses whose fields are the flags."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from .losses import default_gamma
+
+NEW_DRAFTER: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_sliding_layers": 0,
+    "sliding_window": 2048,
+    "sliding_causal": True,
+    "full_causal": False,
+    "block_size": 16,
+}
+"""What null stands for in ``DrafterSettings`` when a drafter begins from random weights."""
+DECAY_FRACTION = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSettings:
-    """Shape of the drafter; the rest follows from the target and the shards."""
+    """Shape of the drafter; the rest follows from the target and the shards. With init, null keeps what it has."""
 
-    num_hidden_layers: int = 5
-    """Layers of the drafter."""
-    num_sliding_layers: int = 0
-    """How many of them, the first ones, see only a window of the context."""
-    sliding_window: int = 2048
-    """Window of the sliding layers, in tokens."""
-    sliding_causal: bool = True
-    """Whether slots of sliding layers see only earlier slots of their block (the serving engines' convention)."""
-    full_causal: bool = False
-    """The same for full layers."""
-    block_size: int = 16
-    """Anchor plus masked slots; block_size - 1 tokens are drafted."""
+    num_hidden_layers: int | None = None
+    """Layers of the drafter; null takes 5."""
+    num_sliding_layers: int | None = None
+    """How many of them, the first ones, see only a window of the context; null takes 0."""
+    sliding_window: int | None = None
+    """Window of the sliding layers, in tokens; null takes 2048."""
+    sliding_causal: bool | None = None
+    """Whether slots of sliding layers see only earlier slots of their block; null takes true (the serving engines'
+    convention)."""
+    full_causal: bool | None = None
+    """The same for full layers; null takes false."""
+    block_size: int | None = None
+    """Anchor plus masked slots, block_size - 1 tokens are drafted; null takes 16."""
     intermediate_size: int | None = None
     """Width of the feed-forward; null takes the target's."""
     mask_token_id: int | None = None
     """Token fed to masked slots; null takes a reserved one of the target."""
 
     def __post_init__(self) -> None:
-        _at_least("drafter.num_hidden_layers", self.num_hidden_layers, 1)
-        _at_least("drafter.block_size", self.block_size, 2)
+        for name, lowest in (("num_hidden_layers", 1), ("block_size", 2)):
+            if getattr(self, name) is not None:
+                _at_least(f"drafter.{name}", getattr(self, name), lowest)
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not left open."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +106,14 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimSettings:
-    """AdamW and its schedule. DeepSpeed's own optimizer, scheduler and clipping sections stay empty or "auto"."""
+    """The optimizer and its schedule. DeepSpeed's own optimizer, scheduler and clipping sections stay empty or "auto"."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the layers, AdamW for fc and norms; not under DeepSpeed."""
     lr: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate of AdamW."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon, whose updates are scaled to the size of AdamW's; null takes lr."""
     weight_decay: float = 0.0
     """Decoupled weight decay of the projections; norms have none."""
     beta1: float = 0.9
@@ -103,8 +124,15 @@ class OptimSettings:
     """Largest global gradient norm."""
     warmup_fraction: float = 0.04
     """Share of the steps in which the rate rises."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """What follows the warm-up. cosine, linear: down from there on. wsd: stable, then linearly down."""
+    decay_fraction: float | None = None
+    """Share of the steps in which wsd goes down; null takes 0.2."""
     final_fraction: float = 0.0
     """Rate at the end as a share of the peak."""
+    ema_decay: float = 0.0
+    """Decay per step of a float32 average of the weights, which replay and the finished drafter then use; 0: none.
+    It starts lower, (1 + step) / (10 + step), so that the first weights are forgotten. Not under ZeRO 3."""
     epochs: int = 6
     """Passes over the rows; without effect where max_steps is given."""
     max_steps: int | None = None
@@ -124,6 +152,41 @@ class OptimSettings:
                 f"optim.warmup_fraction is {self.warmup_fraction} and optim.final_fraction is {self.final_fraction}; "
                 "both lie between 0 and 1"
             )
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"optim.ema_decay is {self.ema_decay}; allowed is 0 (none) up to below 1")
+        self._check_muon()
+        self._check_decay()
+
+    def _check_muon(self) -> None:
+        if self.muon_lr is None:
+            return
+        if self.muon_lr <= 0:
+            raise ValueError(f"optim.muon_lr is {self.muon_lr}; it must be above 0 (null for optim.lr)")
+        if self.kind != "muon":
+            raise ValueError(f"optim.muon_lr is {self.muon_lr} with optim.kind {self.kind}; only muon uses it")
+
+    def _check_decay(self) -> None:
+        if self.schedule != "wsd":
+            if self.decay_fraction is not None:
+                raise ValueError(
+                    f"optim.decay_fraction is {self.decay_fraction} with optim.schedule {self.schedule}; only wsd uses it"
+                )
+            return
+        if self.decay_share <= 0 or self.decay_share + self.warmup_fraction > 1 + 1e-9:
+            raise ValueError(
+                f"optim.decay_fraction is {self.decay_share} with optim.warmup_fraction {self.warmup_fraction}; "
+                "it must be above 0, and both together at most 1"
+            )
+
+    @property
+    def decay_share(self) -> float:
+        """The share of the steps in which wsd goes down."""
+        return DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
+
+    @property
+    def muon_peak(self) -> float:
+        """Muon's peak learning rate."""
+        return self.lr if self.muon_lr is None else self.muon_lr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +217,9 @@ class TrainConfig:
     """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints."""
     target: str | None = None
     """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
+    init: str | None = None
+    """Drafter checkpoint to start from, a folder or hub id, published or of this trainer; null starts from random
+    weights. Taps, layer types, windows, causal flags, mask token, block size and sizes are kept."""
     eval_shards: str | None = None
     """Shards to replay on; null holds a share of the training shards out."""
     drafter: DrafterSettings = field(default_factory=DrafterSettings)

@@ -5,7 +5,7 @@
         run.json             what must not change between runs (the fingerprint)
         train.yaml           the resolved configuration
         metrics.jsonl        one line per logged step and replay
-        step-00000400/       trainer state: weights, optimizer, random state, counters
+        step-00000400/       trainer state: weights, their average, optimizer, random state, counters
         checkpoints/step-…/  drafters in the published layout
 
 Each folder is written under another name and renamed, so that it is there whole or not at all.
@@ -28,10 +28,12 @@ from torch import nn
 from dflash_kit.checkpoint import PROVENANCE_NAME, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
+from .average import WeightAverage
 from .parallel import Parallel
 
 STEP_NAME = re.compile(r"step-(\d{8})")
 WEIGHTS_NAME, OPTIMIZER_NAME, COUNTERS_NAME = "weights.safetensors", "optimizer.pt", "counters.json"
+AVERAGE_NAME = "average.safetensors"
 SHARDED_NAME = "sharded"
 
 
@@ -53,6 +55,8 @@ class Counters:
     best_acceptance_length: float | None = None
     last_replay: dict[str, Any] = field(default_factory=dict)
     """Latest replayed acceptance, by method."""
+    first_replay: dict[str, Any] = field(default_factory=dict)
+    """Replayed acceptance before the first step, of a run that started from a drafter."""
 
 
 class RunFolder:
@@ -98,6 +102,17 @@ class RunFolder:
         partial = record.with_suffix(".incomplete")
         partial.write_text(json.dumps(fingerprint, indent=1))
         os.replace(partial, record)
+
+    def recorded(self) -> dict[str, Any]:
+        """The fingerprint that an earlier run left here or in its result; empty where there was none."""
+        record = self.state / "run.json"
+        if record.exists():
+            return dict(json.loads(record.read_text()))
+        return dict(read_provenance(self.out).get("fingerprint") or {})
+
+    def has_weights(self) -> bool:
+        """Whether a saved state or a finished drafter is here."""
+        return bool(self.steps()) or (self.out / PROVENANCE_NAME).is_file()
 
     def steps(self) -> list[int]:
         """Steps whose trainer state is whole, ascending."""
@@ -162,7 +177,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def save_state(
-    run: RunFolder, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters
+    run: RunFolder,
+    parallel: Parallel,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    counters: Counters,
+    average: WeightAverage | None = None,
 ) -> None:
     """Write the trainer state after ``counters.step`` steps; all processes call it.
 
@@ -185,13 +205,20 @@ def save_state(
         parallel.wait()
     else:
         parallel.on_main(lambda: _orderly(lambda: _save_whole(begun, parallel, drafter, optimizer), begun))
+    if average is not None:
+        parallel.on_main(lambda: _orderly(lambda: average.save(begun / AVERAGE_NAME), begun))
     parallel.on_main(finish)
 
 
 def load_state(
-    run: RunFolder, step: int, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer
+    run: RunFolder,
+    step: int,
+    parallel: Parallel,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None = None,
 ) -> Counters:
-    """Put weights, optimizer and random state back; all processes call it.
+    """Put weights, their average, optimizer and random state back; all processes call it.
 
     Raises:
         KitError: the state is damaged, or was saved by another number of DeepSpeed processes.
@@ -203,6 +230,8 @@ def load_state(
             parallel.accelerator.load_state(str(place / SHARDED_NAME))
         else:
             _load_whole(place, parallel, drafter, optimizer)
+        if average is not None:
+            average.load(place / AVERAGE_NAME)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise KitError(
             f"trainer state {place} cannot be loaded ({error}); delete that folder to go on from the one before it"

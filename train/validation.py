@@ -11,6 +11,7 @@ from dflash_kit.replay import Method, methods, replay_row
 from dflash_kit.shards import Shards
 from dflash_kit.target_ends import TargetEnds
 
+from .average import WeightAverage
 from .parallel import Parallel
 
 
@@ -75,9 +76,15 @@ class Validation:
         }
 
 
-def whole_drafter(drafter: Drafter, parallel: Parallel, ends: TargetEnds) -> Drafter:
-    """A copy of the drafter in training with whole weights, for replay and for saving; all processes call it."""
+def whole_drafter(
+    drafter: Drafter, parallel: Parallel, ends: TargetEnds, average: WeightAverage | None = None
+) -> Drafter:
+    """A copy of the drafter in training with whole weights, for replay and for saving; all processes call it.
+
+    Where an average of the weights is kept, the copy has that instead of the weights.
+    """
     with torch.device("meta"):
         copy = Drafter(drafter.config)
-    copy.load_state_dict(parallel.full_weights(drafter), assign=True)
+    weights = parallel.full_weights(drafter) if average is None else average.copies()
+    copy.load_state_dict(weights, assign=True)
     return copy.to(device=ends.head.device, dtype=ends.head.dtype).eval().requires_grad_(False)
