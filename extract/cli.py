@@ -1,9 +1,8 @@
 """Command of the first stage: prompts in, shards out. Builds the plan, runs an engine, and says what was done."""
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +11,18 @@ import torch
 
 from dflash_kit.config import parse_config, save_config
 from dflash_kit.errors import KitError, require_free_bytes
-from dflash_kit.shard_writer import inspect_folder
+from dflash_kit.interrupts import sigterm_interrupts
+from dflash_kit.shard_folder import inspect_folder
+from dflash_kit.shard_share import Share
 from dflash_kit.shards import ShardsHeader, ShardWriter
 from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
-from .capture import Capture, Job, Progress
+from .capture import Capture, Job
+from .launcher import launch
 from .plan import Plan, make_plan
-from .progress import ExtractionProgress
 from .prompts import read_prompts
+from .screen import Screen
 from .verify import print_report, verify_shards
 
 CONFIG_NAME = "extract.yaml"
@@ -68,7 +70,7 @@ class ExtractConfig:
     """true: the target answers every conversation (a given last response is left out); false: responses must
     be given; unset: it answers those that do not end with a response."""
     limit: int | None = None
-    """Samples at most, from the top of the file; unset: all."""
+    """Samples at most, from the top of the file, over all processes; unset: all."""
     skip_long: bool = False
     """Leave out conversations longer than the target's context (counted in the manifest) instead of stopping."""
     enable_thinking: bool = False
@@ -96,41 +98,111 @@ class ExtractConfig:
     """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
     verify: bool = False
     """Re-read and check every shard at the end."""
+    num_workers: int = 1
+    """Processes on this host, each with the next tensor_parallel_size GPUs of those that are visible (without GPUs:
+    with a slice of the cores). When one fails, or at Ctrl-C, all finish their shards and end."""
+    world_size: int | None = None
+    """Processes over all hosts that extract into this folder; each takes its share of the samples, by their ids.
+    Unset: num_workers."""
+    rank: int = 0
+    """Which of them this process is, 0 <= rank < world_size; with num_workers the first of its processes."""
     dry_run: bool = False
     """Print the plan (samples, tokens, bytes, free disk) and stop; nothing is written."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_num_seqs", "max_num_batched_tokens", "max_shard_bytes", "num_taps"):
+        for name in ("limit", "max_num_seqs", "max_num_batched_tokens", "max_shard_bytes", "num_taps", "num_workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
         if self.target_layer_ids is not None and self.target_layer_ids != sorted(set(self.target_layer_ids)):
             raise ValueError(f"target_layer_ids {self.target_layer_ids} must be ascending, each once")
+        world_size = self.num_workers if self.world_size is None else self.world_size
+        if 1 <= world_size < self.num_workers:
+            raise ValueError(
+                f"world_size {world_size} is less than num_workers {self.num_workers}; it counts the processes of all "
+                "hosts: leave it out, or raise it"
+            )
+        if self.num_workers > 1 and not 0 <= self.rank <= world_size - self.num_workers:
+            raise ValueError(
+                f"rank {self.rank} is outside of 0..{world_size - self.num_workers}: it is the first of num_workers "
+                f"{self.num_workers} processes out of world_size {world_size}"
+            )
+        _ = self.shares  # checks both
+
+    @property
+    def shares(self) -> list[Share]:
+        """What the processes of this command take."""
+        world_size = self.num_workers if self.world_size is None else self.world_size
+        return [Share(self.rank + i, world_size) for i in range(self.num_workers)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this command alone takes every sample."""
+        return len(self.shares) == self.shares[0].world_size
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the stage; the last line of stdout is one JSON object."""
-    config = parse_config("extract", ExtractConfig, argv, description="Answer prompts and write hidden states.")
+def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
+    """Run the stage; the last line of stdout is one JSON object.
+
+    Args:
+        argv: the command line; None reads ``sys.argv``.
+        screen: what hears of the work; None: the person at the terminal.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    config = parse_config("extract", ExtractConfig, arguments, description="Answer prompts and write hidden states.")
+    with sigterm_interrupts():
+        if config.num_workers > 1 and not config.dry_run:
+            extract_by_workers(config, arguments)
+        else:
+            extract(config, screen or Screen())
+    return 0
+
+
+def extract(config: ExtractConfig, screen: Screen) -> None:
+    """Extract in this process."""
     spec = TargetSpec.from_pretrained(config.model, config.revision)
     header = make_header(config, spec)
-    folder = Path(config.out)
-    manifest = inspect_folder(folder, header)
-    done_ids = {row_id for entry in manifest.shards for row_id in entry.ids}
+    folder, share = Path(config.out), config.shares[0]
+    done_ids = {row_id for entry in inspect_folder(folder, header, share).shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
-    if not config.dry_run:
-        with ShardWriter(folder, header) as writer:  # mends what a killed run left, and takes its rows over
-            plan.take_done(writer.done_ids)
-        save_config(config, folder / CONFIG_NAME)
-    print_plan(plan, header, folder)
     if config.dry_run:
+        screen.plan(plan, header, folder)
         print(json.dumps({**plan.summary(), "to_do": len(plan.samples), "max_bytes": plan.max_bytes(header)}))
-        return 0
-    totals = run(config, spec, header, plan)
+        return
+    # Opening the writer mends what a killed run left, and takes its rows over.
+    with ShardWriter(folder, header, **asdict(share)) as writer:
+        plan.take_done(writer.done_ids)
+    for note in writer.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if share.rank == 0:
+        save_config(config, folder / CONFIG_NAME)
+    screen.plan(plan, header, folder)
+    totals = run(config, spec, header, plan, screen)
     if config.verify:
-        print_report(verify_shards(folder))
-    print_totals(totals, folder)
-    print(json.dumps({"out": str(folder), **plan.summary(), **totals}))
-    return 0
+        print_report(verify_shards(folder, None if config.is_whole else share))
+    screen.done({"out": str(folder), **plan.summary(), **totals})
+
+
+def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
+    """Extract in several processes on this host."""
+    spec = TargetSpec.from_pretrained(config.model, config.revision)
+    header, folder = make_header(config, spec), Path(config.out)
+    inspect_folder(folder, header, config.shares[0])  # one error instead of one from each process
+    gpus_each = config.tensor_parallel_size if config.engine == "vllm" else 1
+    result = launch(config.shares, arguments, folder, gpus_each=gpus_each)
+    if "errors" in result:
+        print(json.dumps(result), flush=True)
+        raise KitError("; ".join(f"rank {ranks}: {error}" for ranks, error in result["errors"].items()))
+    if result["rows"] == 0 and config.is_whole:
+        raise KitError(
+            f"nothing to extract: {result['dropped']} of {result['asked']} lines of {config.prompts} dropped"
+        )
+    if config.shares[0].rank == 0:
+        save_config(config, folder / CONFIG_NAME)
+    if config.verify:
+        for share in [None] if config.is_whole else config.shares:
+            print_report(verify_shards(folder, share))
+    Screen().done(result)
 
 
 def make_header(config: ExtractConfig, spec: TargetSpec) -> ShardsHeader:
@@ -162,13 +234,14 @@ def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, do
         generate=config.generate,
         skip_long=config.skip_long,
         template_args=header.sampling["template_args"],
+        is_mine=lambda sample_id: any(share.takes(sample_id) for share in config.shares),
     )
-    if not plan.samples and not plan.num_done:
+    if not plan.samples and not plan.num_done and config.is_whole:
         raise KitError(f"nothing to extract: {dict(plan.drops)} of {plan.num_asked} lines of {config.prompts} dropped")
     return plan
 
 
-def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan) -> dict[str, Any]:
+def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> dict[str, Any]:
     """Capture every sample of the plan; returns totals for the last line."""
     if not plan.samples:
         return {"rows": plan.num_done, "rows_added": 0}
@@ -182,6 +255,7 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         spec=spec,
         header=header,
         folder=folder,
+        share=config.shares[0],
         max_shard_bytes=config.max_shard_bytes,
         max_num_seqs=config.max_num_seqs or default_seqs,
         longest_tokens=plan.longest_tokens,
@@ -190,8 +264,8 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         max_num_batched_tokens=config.max_num_batched_tokens,
         engine_args=config.engine_args,
     )
-    with ExtractionProgress(len(plan.samples), sum(plan.drops.values())) as progress:
-        reports: Iterator[Progress] = CAPTURES[config.engine](job, plan.samples, plan.summary())
+    capture = CAPTURES[config.engine](job, plan.samples, plan.summary())
+    with screen.progress(plan) as progress, closing(capture) as reports:  # closed at Ctrl-C: it finishes its shards
         for report in reports:
             progress.update(report)
     if progress.num_rows != len(plan.samples):
@@ -199,32 +273,5 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
     return {
         "rows": plan.num_done + progress.num_rows,
         "rows_added": progress.num_rows,
-        "tokens_added": progress.num_tokens,
-        "bytes": progress.num_bytes,
-        "elapsed_s": round(progress.elapsed_s, 1),
-        "tokens_per_s": round(progress.num_tokens / max(progress.working_s, 1e-9), 1),
+        **progress.totals(),
     }
-
-
-def print_totals(totals: dict[str, Any], folder: Path) -> None:
-    """One line for people."""
-    if totals["rows_added"] == 0:
-        print(f"nothing to add: {folder} holds all {totals['rows']} rows")
-        return
-    print(
-        f"{totals['rows']} rows in {folder}, {totals['rows_added']} of them new: {totals['tokens_added']:,} tokens in "
-        f"{totals['elapsed_s']:.0f} s ({totals['tokens_per_s']:.0f} tokens/s once the engine was up)"
-    )
-
-
-def print_plan(plan: Plan, header: ShardsHeader, folder: Path) -> None:
-    """A few lines for people."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free_bytes = shutil.disk_usage(existing).free
-    layers = ", ".join(map(str, header.target_layer_ids))
-    print(f"target   {header.target_name}, taps of layers {layers}, {header.engine} {header.engine_version}")
-    print(f"samples  {len(plan.samples)} to do, {plan.num_done} done, dropped: {dict(plan.drops) or 'none'}")
-    print(f"tokens   {plan.max_tokens:,} at most, {header.bytes_per_token:,} bytes each")
-    print(f"disk     {plan.max_bytes(header) / 2**20:,.0f} MiB at most, {free_bytes / 2**20:,.0f} MiB free", flush=True)

@@ -82,6 +82,15 @@ def read_prompts(path: str | Path) -> Iterator[Conversation]:
         raise KitError(f"prompts file {path} is empty; it needs one JSON object a line, with `prompt` or `messages`")
 
 
+def sample_id(
+    conversation: Conversation, *, sampling: dict[str, Any], target: dict[str, Any], generate: bool | None
+) -> str:
+    """Id of the sample that a conversation becomes, without rendering it; arguments as in ``to_sample``."""
+    is_given = conversation.has_response and not generate
+    messages = conversation.messages if is_given else conversation.without_response().messages
+    return digest({"messages": messages, "sampling": sampling, "target": target, "given": is_given})
+
+
 def to_sample(
     conversation: Conversation,
     tokenizer: Any,
@@ -109,6 +118,7 @@ def to_sample(
     Raises:
         KitError: naming file and line.
     """
+    row_id = sample_id(conversation, sampling=sampling, target=target, generate=generate)
     is_given = conversation.has_response and not generate
     if not is_given:
         if generate is False:
@@ -121,9 +131,8 @@ def to_sample(
             ids, spans = _prompt_ids(conversation, tokenizer, template_args), None
     except KitError as error:
         raise KitError(f"{conversation.source}: {error}") from error
-    asked = {"messages": conversation.messages, "sampling": sampling, "target": target, "given": is_given}
     return Sample(
-        id=digest(asked),
+        id=row_id,
         source=conversation.source,
         token_ids=ids,
         loss_spans=spans,
