@@ -17,7 +17,7 @@ from .errors import KitError
 from .shard_file import ShardFile
 from .shard_folder import REPETITION_HELP
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
-from .shard_manifest import read_manifests
+from .shard_manifest import read_manifests, without_garbage_collection
 from .shard_verify import ShardsReport, verify_shards
 from .shard_writer import ShardWriter
 
@@ -54,6 +54,12 @@ class Shards(Sequence[Row]):
         """
         self.folder = Path(folder)
         self._check = check
+        with without_garbage_collection():
+            self._read_manifests()
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
+        self._checked: set[int] = set()
+
+    def _read_manifests(self) -> None:
         manifests = read_manifests(self.folder)
         if manifests.header is None:
             raise KitError(f"{self.folder} has a manifest without a header; its extraction never began: extract again")
@@ -70,8 +76,6 @@ class Shards(Sequence[Row]):
         """Tokens with states, per row."""
         self.ids: list[str] = [row_id for entry in entries for row_id in entry.ids]
         """Row ids."""
-        self._files: OrderedDict[int, ShardFile] = OrderedDict()
-        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.lengths)

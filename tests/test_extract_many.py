@@ -16,7 +16,7 @@ from dflash_kit.shard_share import Share
 from dflash_kit.shards import open_shards, verify_shards
 from extract import launcher
 from extract.cli import main
-from helpers import REPO, run_command
+from helpers import REPO
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_a_process_that_does_not_end_is_killed(pretend, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_are_ended_and_another_number_finishes_the_job(tiny_target, prompts, tmp_path, capsys):
+def test_two_processes_are_ended_in_order_and_the_same_command_finishes_the_job(tiny_target, prompts, tmp_path, capsys):
     out = tmp_path / "s"
     argv = arguments(tiny_target, prompts, out, "--max_shard_bytes=1", "--max_num_seqs=1")
     command = [sys.executable, "extract/dump.py", *argv, "--num_workers=2"]
@@ -259,23 +259,18 @@ def test_two_processes_are_ended_and_another_number_finishes_the_job(tiny_target
     report = verify_shards(out)
     assert (report.problems, report.notes) == ([], [])
     assert 2 <= report.rows < 12
-    result = run_command("extract/dump.py", *argv, "--num_workers=3", "--verify", cwd=REPO)
-    assert result.returncode == 0, result.stderr
-    last = json.loads(result.stdout.splitlines()[-1])
-    assert (last["rows"], last["rows_added"], last["workers"]) == (12, 12 - report.rows, 3)
+    last = extract(capsys, *argv, "--num_workers=2", "--verify")
+    assert (last["rows"], last["rows_added"], last["workers"]) == (12, 12 - report.rows, 2)
     assert (last["asked"], last["dropped"]) == (14, {"duplicate": 1, "too_long": 1})
-    assert "num_workers: 3" in (out / "extract.yaml").read_text()
+    assert "num_workers: 2" in (out / "extract.yaml").read_text()
     extract(capsys, *arguments(tiny_target, prompts, tmp_path / "one"))
     assert rows(out) == rows(tmp_path / "one")
 
 
 @pytest.mark.slow
-def test_a_broken_line_is_one_error_that_names_the_ranks(tiny_target, prompts, tmp_path):
+def test_a_broken_line_is_one_error_that_names_the_ranks(tiny_target, prompts, tmp_path, capsys):
     path = tmp_path / "p.jsonl"
     path.write_text(prompts.read_text() + "not JSON\n")
-    result = run_command("extract/dump.py", *arguments(tiny_target, path, tmp_path / "s", "--num_workers=2"))
-    assert result.returncode == 2
-    assert "errors" in json.loads(result.stdout.splitlines()[-1])
-    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert "p.jsonl:15: not JSON" in error
-    assert error.startswith("error: rank ")
+    with pytest.raises(KitError, match=r"^rank (0|1|0, 1): .*p\.jsonl:15: not JSON[^;]*; each line[^;]*$"):
+        main(arguments(tiny_target, path, tmp_path / "s", "--num_workers=2"))
+    assert "errors" in json.loads(capsys.readouterr().out.splitlines()[-1])
