@@ -142,9 +142,16 @@ def launch(shares: list[Share], arguments: list[str], folder: Path, *, gpus_each
 
 
 def worker_command(share: Share, arguments: list[str]) -> list[str]:
-    """What runs a share: the same command line with a rank (of options given twice, the last counts)."""
+    """What runs a share: the same command line with a rank (of options given twice, the last counts).
+
+    The code stands in the command because vLLM's processes would import a main module once more.
+    """
+    code = (
+        f"import sys; from dflash_kit.errors import run_cli; from {__package__}.worker import main; "
+        "sys.exit(run_cli(main))"
+    )
     own = [f"--rank={share.rank}", f"--world_size={share.world_size}", "--num_workers=1", "--verify=false"]
-    return [sys.executable, "-P", "-m", f"{__package__}.worker", *arguments, *own]
+    return [sys.executable, "-P", "-c", code, *arguments, *own]
 
 
 def gpu_groups(num_workers: int, gpus_each: int) -> list[str]:

@@ -7,14 +7,12 @@ the launcher is gone, or wants it to.
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dflash_kit.errors import run_cli
 from dflash_kit.shards import ShardsHeader
 
 from . import capture, cli
@@ -74,7 +72,3 @@ def main(argv: list[str] | None = None) -> int:
 def _end_with_launcher() -> None:
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))
