@@ -108,13 +108,18 @@ def measure_writer(options: argparse.Namespace) -> dict[str, Any]:
     from dflash_kit.shards import ShardWriter
 
     before_mib = peak_mib()
-    seconds = []
+    seconds, cpu_seconds = [], []
     for rank in range(min(options.repeats, options.real_writers)):
-        t0 = time.perf_counter()
+        t0, cpu0 = time.perf_counter(), time.process_time()
         with ShardWriter(Path(options.folder), make_header(), rank=rank, world_size=options.writers) as writer:
             seconds.append(time.perf_counter() - t0)
+            cpu_seconds.append(time.process_time() - cpu0)
             assert len(writer.done_ids) == options.writers * options.shards * options.rows
-    return {"writer_start_s": spread(seconds), "writer_peak_mib": round(peak_mib() - before_mib)}
+    return {
+        "writer_start_s": spread(seconds),
+        "writer_start_cpu_s": spread(cpu_seconds),
+        "writer_peak_mib": round(peak_mib() - before_mib),
+    }
 
 
 def write_share(folder: Path, rank: int, options: argparse.Namespace, *, is_real: bool) -> None:

@@ -21,8 +21,11 @@ def inspect_folder(folder: Path, header: ShardsHeader, share: Share) -> Manifest
         KitError: a file, a folder with other things in it, other shards, an id in two shards, or a journalled shard
             that is missing.
     """
-    if not require_same_kind(folder, header):
-        return Manifests()
+    return read_sound_manifests(folder, share) if require_same_kind(folder, header) else Manifests()
+
+
+def read_sound_manifests(folder: Path, share: Share) -> Manifests:
+    """The manifests of a shards folder, checked as ``inspect_folder`` does; their headers agree with each other."""
     manifests = read_manifests(folder)
     own = manifests.of(share.manifest_name)
     require_header(folder, own, share)
@@ -50,13 +53,15 @@ def require_same_kind(folder: Path, header: ShardsHeader) -> bool:
     """
     if folder.exists() and not folder.is_dir():
         raise KitError(f"{folder} is a file; name a folder for the shards")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    names = os.listdir(folder) if folder.is_dir() else []
+    if not names:
         return False
-    if not manifest_names(folder):
+    manifests = manifest_names(names)
+    if not manifests:
         raise KitError(
             f"{folder} is not empty and not a shards folder; nothing was written: name a new or empty folder"
         )
-    found = read_header(folder)
+    found = read_header(folder, manifests)
     if found is not None:
         found.require_compatible(header, f"cannot add to {folder}")
     return True
@@ -64,7 +69,7 @@ def require_same_kind(folder: Path, header: ShardsHeader) -> bool:
 
 def require_header(folder: Path, own: Manifest, share: Share) -> None:
     """Refuse shards whose manifest is lost: they would be taken for those of a run that never began."""
-    if own.header is None and orphans(folder, own, share):
+    if own.header is None and orphans(os.listdir(folder), own, share):
         raise KitError(
             f"{folder} holds shards of {own.name} but that has no header; restore it, move its shards away, "
             "or name a new folder"
@@ -96,11 +101,10 @@ def require_no_other_split(folder: Path, manifests: Manifests, share: Share, *, 
             time.sleep(0.1)
 
 
-def orphans(folder: Path, own: Manifest, share: Share) -> list[Path]:
-    """Shards of this share with their final name that its manifest does not list."""
+def orphans(names: list[str], own: Manifest, share: Share) -> list[str]:
+    """Shards of this share with their final name that its manifest does not list, out of the names in a folder."""
     listed = {entry.file for entry in own.shards}
-    names = [name for name in os.listdir(folder) if share.shard_index(name) is not None and name not in listed]
-    return [folder / name for name in sorted(names)]
+    return sorted(name for name in names if share.shard_index(name) is not None and name not in listed)
 
 
 def make_folder(folder: Path) -> None:
@@ -120,8 +124,9 @@ def _require_shards(folder: Path, manifests: Manifests, own: Manifest) -> None:
     present = set(os.listdir(folder))
     for part in manifests.parts:
         for entry in part.shards:
-            path = folder / entry.file
+            if part is not own and entry.file in present:
+                continue
             # A network file system may list a file late that can be opened already.
-            is_there = entry.file in present or path.exists()
-            if not is_there or (part is own and path.stat().st_size != entry.bytes):
+            path = folder / entry.file
+            if not path.exists() or (part is own and path.stat().st_size != entry.bytes):
                 raise KitError(f"shard {path} is missing or cut short; restore it or extract into a new folder")

@@ -7,6 +7,7 @@ Readers take all manifests of a folder, in the order of their names; a writer ap
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,9 +142,9 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_header(folder: Path) -> ShardsHeader | None:
-    """Header of a folder's shards from the manifests' first lines alone; see ``read_manifests``."""
-    headers = [(name, _read_first_line(folder / name)) for name in _names(folder)]
+def read_header(folder: Path, names: list[str]) -> ShardsHeader | None:
+    """Header of a folder's shards from the first lines of these manifests alone; see ``read_manifests``."""
+    headers = [(name, _read_first_line(folder / name)) for name in names]
     _require_agreement(folder, headers)
     return next((header for _, header in headers if header is not None), None)
 
@@ -162,7 +163,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        names = manifest_names(folder)
+        names = manifest_names(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         names = []
     except OSError as error:

@@ -5,10 +5,8 @@ and ``shard-00012.arrow``; the one of rank 3 among several has ``manifest-r00003
 ``shard-r00003-00012.arrow``.
 """
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from .errors import KitError
 
@@ -55,6 +53,6 @@ class Share:
         return self.world_size == 1 or int(sample_id[:16], 16) % self.world_size == self.rank
 
 
-def manifest_names(folder: Path) -> list[str]:
-    """Names of all manifests in a folder, sorted; empty when it is no shards folder."""
-    return sorted(name for name in os.listdir(folder) if _MANIFEST.fullmatch(name))
+def manifest_names(names: list[str]) -> list[str]:
+    """The manifests among the names in a folder, sorted; empty when it is no shards folder."""
+    return sorted(name for name in names if name.startswith("manifest") and _MANIFEST.fullmatch(name))

@@ -22,9 +22,9 @@ from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
 from .shard_folder import (
-    inspect_folder,
     make_folder,
     orphans,
+    read_sound_manifests,
     require_header,
     require_no_other_split,
     require_same_kind,
@@ -224,10 +224,11 @@ class ShardWriter:
             self._journal.append_header(self.header)
         if own.world_size != self.share.world_size > 1:
             self._journal.append_split(self.share.world_size)
-        manifests = inspect_folder(self.folder, self.header, self.share)
+        manifests = read_sound_manifests(self.folder, self.share)
         require_no_other_split(self.folder, manifests, self.share, wait_s=wait_s)
         own = manifests.of(own.name)
-        for name in os.listdir(self.folder):
+        names = os.listdir(self.folder)
+        for name in names:
             final_name = name.removesuffix(INCOMPLETE_SUFFIX)
             if final_name != name and self.share.shard_index(final_name) is not None:
                 (self.folder / name).unlink()
@@ -237,8 +238,8 @@ class ShardWriter:
                     self._take(entry)
                 else:
                     self.done_ids.update(entry.ids)
-        for path in orphans(self.folder, own, self.share):
-            self._adopt(path)
+        for name in orphans(names, own, self.share):
+            self._adopt(self.folder / name)
         sync_folder(self.folder)
 
     def _adopt(self, path: Path) -> None:
