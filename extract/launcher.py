@@ -240,15 +240,15 @@ def _stop(workers: list[Worker], progress: ExtractionProgress) -> None:
 
 
 def _totals(workers: list[Worker], failed: list[Worker], progress: ExtractionProgress, folder: Path) -> dict[str, Any]:
+    totals = {"out": str(folder), "workers": len(workers), "rows_added": progress.num_rows, **progress.totals()}
+    if failed:
+        return {**totals, "errors": _by_ranks(failed)}
     results = [worker.result for worker in workers if worker.result is not None]
     dropped: Counter[str] = Counter()
     for result in results:
         dropped.update(result["dropped"])
-    counts = {name: sum(result[name] for result in results) for name in ("asked", "rows", "rows_added")}
-    totals = {"out": str(folder), "workers": len(workers), "dropped": dict(dropped), **counts, **progress.totals()}
-    if failed:
-        totals["errors"] = _by_ranks(failed)
-    return totals
+    counts = {name: sum(result[name] for result in results) for name in ("asked", "rows")}
+    return {**totals, **counts, "dropped": dict(dropped)}
 
 
 def _by_ranks(failed: list[Worker]) -> dict[str, str]:
