@@ -20,9 +20,10 @@ from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 from . import hf_capture, vllm_capture
 from .capture import Capture, Job
 from .launcher import launch
-from .plan import Plan, make_plan
-from .prompts import read_prompts
+from .plan import Limits, Plan, make_plan
+from .prompts import LineErrors, read_prompts
 from .screen import Screen
+from .show import show_samples
 from .verify import print_report, verify_shards
 
 CONFIG_NAME = "extract.yaml"
@@ -59,7 +60,8 @@ class ExtractConfig:
     model: str
     """Target: a folder with config.json, tokenizer and safetensors, or a hub id."""
     prompts: str
-    """JSONL file, one object a line: `prompt` (text) or `messages` (role and content)."""
+    """Inputs, comma-separated: JSONL, JSON or Parquet files, folders of them, globs, or hf:org/name[:config[:split]] of
+    the Hugging Face hub. A line or row has `messages`, `prompt`, `conversations` (ShareGPT), `input_ids` or `text`."""
     out: str
     """Shards folder: new, empty, or of an earlier run of the same command, which is then resumed."""
     revision: str | None = None
@@ -69,10 +71,23 @@ class ExtractConfig:
     generate: bool | None = None
     """true: the target answers every conversation (a given last response is left out); false: responses must
     be given; unset: it answers those that do not end with a response."""
+    train_on: Literal["all", "last"] = "all"
+    """Where the response is given: all of the assistant's turns are supervised, or only the last one. Where the target
+    answers, its answer alone is supervised."""
+    prompt_column: str | None = None
+    """Column that holds the prompt (text) or the conversation (list of messages), in place of the names above."""
     limit: int | None = None
-    """Samples at most, from the top of the file, over all processes; unset: all."""
+    """Samples at most, from the top of the first input, over all processes; unset: all."""
+    num_samples: int = 1
+    """Answers of the target to each prompt, each a row with a seed of its own; above 1 needs a temperature above 0."""
+    min_tokens: int | None = None
+    """Leave out samples whose prompt (with a given response: whose conversation) has fewer tokens; counted."""
+    max_tokens: int | None = None
+    """Leave out samples whose prompt (with a given response: whose conversation) has more tokens; counted."""
     skip_long: bool = False
     """Leave out conversations longer than the target's context (counted in the manifest) instead of stopping."""
+    skip_errors: bool = False
+    """Leave out malformed lines (counted in the manifest, the first three are named) instead of stopping."""
     enable_thinking: bool = False
     """Passed to the chat template; templates without a thinking mode ignore it."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -108,14 +123,24 @@ class ExtractConfig:
     """Which of them this process is, 0 <= rank < world_size; with num_workers the first of its processes."""
     dry_run: bool = False
     """Print the plan (samples, tokens, bytes, free disk) and stop; nothing is written."""
+    show: int | None = None
+    """Print so many samples with their supervised parts marked, and stop; no engine starts and nothing is written."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_num_seqs", "max_num_batched_tokens", "max_shard_bytes", "num_taps", "num_workers"):
+        lengths = ("min_tokens", "max_tokens", "max_num_batched_tokens", "max_shard_bytes")
+        for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
         if self.target_layer_ids is not None and self.target_layer_ids != sorted(set(self.target_layer_ids)):
             raise ValueError(f"target_layer_ids {self.target_layer_ids} must be ascending, each once")
+        if self.num_samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"num_samples is {self.num_samples}, but at temperature 0 all answers are the same; "
+                "set sampling.temperature above 0 or leave num_samples at 1"
+            )
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; no sample is left")
         world_size = self.num_workers if self.world_size is None else self.world_size
         if 1 <= world_size < self.num_workers:
             raise ValueError(
@@ -151,7 +176,7 @@ def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse_config("extract", ExtractConfig, arguments, description="Answer prompts and write hidden states.")
     with sigterm_interrupts():
-        if config.num_workers > 1 and not config.dry_run:
+        if config.num_workers > 1 and not config.dry_run and config.show is None:
             extract_by_workers(config, arguments)
         else:
             extract(config, screen or Screen())
@@ -162,6 +187,9 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     """Extract in this process."""
     spec = TargetSpec.from_pretrained(config.model, config.revision)
     header = make_header(config, spec)
+    if config.show is not None:
+        show(config, spec, header)
+        return
     folder, share = Path(config.out), config.shares[0]
     done_ids = {row_id for entry in inspect_folder(folder, header, share).shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
@@ -217,28 +245,48 @@ def make_header(config: ExtractConfig, spec: TargetSpec) -> ShardsHeader:
         dtype=config.storage,
         compute_dtype=auto_dtype if config.dtype == "auto" else config.dtype,
         engine=config.engine,
-        engine_version=ENGINE_VERSIONS[config.engine](),
+        # Samples can be shown where no engine is installed.
+        engine_version=ENGINE_VERSIONS[config.engine]() if config.show is None else "",
         sampling={**asdict(config.sampling), "template_args": {"enable_thinking": config.enable_thinking}},
     )
 
 
 def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, done_ids: set[str]) -> Plan:
     """Read and tokenize the prompts; refuse what cannot be done."""
+    errors = LineErrors(skip=config.skip_errors)
+    shares = [count for count in (config.limit, config.show) if count is not None]
     plan = make_plan(
-        read_prompts(config.prompts),
+        read_prompts(config.prompts, prompt_column=config.prompt_column, errors=errors),
         load_tokenizer(config.model, config.revision),
         spec,
         header,
         done_ids,
-        limit=config.limit,
+        limits=Limits(
+            limit=min(shares, default=None),
+            skip_long=config.skip_long,
+            min_tokens=config.min_tokens,
+            max_tokens=config.max_tokens,
+            num_samples=config.num_samples if config.show is None else 1,
+        ),
         generate=config.generate,
-        skip_long=config.skip_long,
         template_args=header.sampling["template_args"],
+        train_on=config.train_on,
+        errors=errors,
         is_mine=lambda sample_id: any(share.takes(sample_id) for share in config.shares),
+        counts_unread=config.shares[0].rank == 0,
     )
+    if errors.num_lines:
+        print(f"note: {errors.num_lines} malformed lines were skipped, the first of them named above", file=sys.stderr)
     if not plan.samples and not plan.num_done and config.is_whole:
         raise KitError(f"nothing to extract: {dict(plan.drops)} of {plan.num_asked} lines of {config.prompts} dropped")
     return plan
+
+
+def show(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader) -> None:
+    """Print the first samples for people, then what became of the lines read so far."""
+    plan = build_plan(config, spec, header, set())
+    show_samples(plan.samples, load_tokenizer(config.model, config.revision))
+    print(json.dumps({"shown": len(plan.samples), **plan.summary()}))
 
 
 def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> dict[str, Any]:

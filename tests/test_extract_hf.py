@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -160,6 +162,40 @@ def test_dry_run_writes_nothing(tiny_target, prompts, tmp_path, capsys):
     assert not (tmp_path / "s").exists()
 
 
+def test_every_kind_of_line_becomes_a_row(tiny_target, tmp_path, capsys):
+    """A folder of JSONL and Parquet: two answers to each prompt, given turns, text, and tokens with their own mask."""
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    turns = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
+    turns += [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "Two."}]
+    lines = [
+        '{"prompt": "Why?"}',
+        json.dumps({"conversations": turns}),
+        '{"text": "All of it."}',
+        "{",
+        '{"prompt": "?"}',
+    ]
+    (inputs / "a.jsonl").write_text("\n".join(lines))
+    tokens = {"input_ids": [[7, 8, 9, 10], [1] * 70], "loss_mask": [[0, 1, 0, 1], [1] * 70]}
+    pq.write_table(pa.table(tokens), inputs / "b.parquet")
+    more = ["--sampling.temperature", "1.0", "--num_samples", "2", "--skip_errors", "--max_tokens", "69"]
+    assert main(arguments(tiny_target, inputs, tmp_path / "s", *more, "--min_tokens", "4", "--verify")) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["rows"], last["asked"], last["dropped"]) == (7, 7, {"malformed": 1, "over_max_tokens": 1})
+    rows = list(open_shards(tmp_path / "s"))
+    answers = [row for row in rows if row.is_generated]
+    assert len({tuple(row.token_ids().tolist()) for row in answers}) == 4
+    tokenizer = load_tokenizer(tiny_target)
+    learnt = {tokenizer.decode(row.input_ids[row.loss_mask]) for row in rows if not row.is_generated}
+    assert learnt == {"One.<|im_end|>Two.<|im_end|>", "ll of it.", tokenizer.decode([8, 10])}
+    (fixed,) = (row for row in rows if row.input_ids.tolist() == [7, 8, 9, 10])
+    assert_states_are_those_of(load_target(tiny_target), fixed)
+    only_last = [*more, "--train_on", "last", "--show", "1", "--generate", "false"]
+    assert main(arguments(tiny_target, inputs, tmp_path / "t", *only_last)) == 0
+    shown = capsys.readouterr().out
+    assert "One." in shown and "⟦Two.<|im_end|>⟧" in shown and not (tmp_path / "t").exists()
+
+
 def test_sampled_answers_follow_the_seed(tiny_target, prompts, tmp_path):
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         more = ["--sampling.temperature", "1.0", "--sampling.seed", seed, "--limit", "6"]
@@ -207,6 +243,13 @@ def test_bad_folders_and_settings_are_refused(tiny_target, prompts, extracted, t
     refuses("target_layer_ids", *arguments(tiny_target, prompts, extracted, "--target_layer_ids", "[1, 2, 4]"))
     refuses("outside of the target's layers", *arguments(tiny_target, prompts, extracted, "--target_layer_ids", "[9]"))
     assert (extracted / "manifest.jsonl").read_bytes() == before
+
+
+def test_settings_that_leave_nothing_to_choose_are_refused(tiny_target, prompts, tmp_path):
+    refuses("at temperature 0 all answers are the same", *arguments(tiny_target, prompts, tmp_path, "--num_samples=2"))
+    refuses("above max_tokens 3", *arguments(tiny_target, prompts, tmp_path, "--min_tokens=4", "--max_tokens=3"))
+    refuses("show is 0", *arguments(tiny_target, prompts, tmp_path, "--show=0"))
+    refuses("'first'", *arguments(tiny_target, prompts, tmp_path, "--train_on=first"))
 
 
 def test_too_little_disk_is_refused_before_the_work(tiny_target, prompts, tmp_path):

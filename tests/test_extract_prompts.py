@@ -7,8 +7,8 @@ import pytest
 from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
-from extract.plan import make_plan
-from extract.prompts import read_prompts, to_sample
+from extract.plan import Limits, make_plan
+from extract.prompts import LineErrors, read_prompts, to_sample
 from extract.spans import encode_conversation, encode_prompt
 from helpers import make_byte_tokenizer
 
@@ -32,6 +32,13 @@ SHOUTING = CHATML.replace("m.content", "(m.content | upper)")
 EVERYTHING_TAGGED = (
     "{% generation %}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}{% endgeneration %}"
 )
+# Earlier turns lose their thinking, as in Qwen3.
+DROPPING = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>\n')[-1])")
+SHOUTING_EARLIER = CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content | upper)")
+CALLS = "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}"
+TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}" + THINKING.replace(
+    "{{ m.content + ", "{{ m.content }}" + CALLS + "{{ "
+)
 BACKWARDS = "{% for m in messages | reverse %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 
 TALK = [
@@ -40,6 +47,16 @@ TALK = [
     {"role": "assistant", "content": "It is 4."},
     {"role": "user", "content": "And 3 + 3?"},
     {"role": "assistant", "content": "6, naïvely.\nReally."},
+]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
+TOOL_TALK = [
+    {"role": "user", "content": "Is it cold?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "-3"},
+    {"role": "assistant", "content": "Yes."},
 ]
 
 
@@ -80,10 +97,75 @@ def test_words_of_the_markup_are_not_taken_for_the_content():
     assert before_it.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("template", [CHATML, TAGGED, THINKING])
+def test_the_last_turn_alone_can_be_learnt(template):
+    ids, said = spans_of(template, enable_thinking=False)
+    last_ids, last_said = spans_of(template, train_on="last", enable_thinking=False)
+    assert (last_ids, last_said) == (ids, said[1:])
+
+
+def test_earlier_turns_are_learnt_without_the_thinking_that_a_template_drops():
+    talk = [*TALK[:2], {"role": "assistant", "content": "<think>\nhm</think>\n4"}, *TALK[3:]]
+    _, said = spans_of(DROPPING, talk)
+    assert said == ["4<|im_end|>", "6, naïvely.\nReally.<|im_end|>"]
+    _, said = spans_of(DROPPING, talk[:3])
+    assert said == ["<think>\nhm</think>\n4<|im_end|>"]
+
+
+def test_where_earlier_turns_are_altered_the_last_one_can_be_learnt():
+    with pytest.raises(KitError, match=r"message 3: .*--train_on last"):
+        spans_of(SHOUTING_EARLIER)
+    assert spans_of(SHOUTING_EARLIER, train_on="last")[1] == ["6, naïvely.\nReally.<|im_end|>"]
+
+
+def test_a_quotation_further_on_is_not_taken_for_the_turn():
+    quoting = {"role": "user", "content": "You " + "really " * 20 + "said: It is 4."}
+    with pytest.raises(KitError, match=r"message 3: .*cannot be found"):
+        spans_of(SHOUTING_EARLIER, [*TALK[:3], quoting, TALK[4]])
+
+
+def test_two_turns_are_never_found_in_one_place():
+    short = SHOUTING_EARLIER.replace("<|im_start|>", "[").replace("m.role + '\n'", "m.role[0] + ']'")
+    talk = [TALK[1], {"role": "assistant", "content": "Yes."}, TALK[3], {"role": "assistant", "content": "Yes."}]
+    with pytest.raises(KitError, match="in one place"):
+        spans_of(short.replace("assistant\n", "a]"), talk)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_call_of_a_tool_is_learnt_as_it_is_rendered(thinking):
+    ids, said = spans_of(TOOLS, TOOL_TALK, tools=[TOOL], enable_thinking=thinking)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø"}}\n</tool_call><|im_end|>'
+    assert said[0] == call
+    assert said[1].endswith("Yes.<|im_end|>")
+    assert '"parameters"' in tokenizer_with(TOOLS).decode(ids)
+
+
+def test_the_calls_of_an_earlier_question_are_found_without_their_thinking():
+    """As in Qwen3: thinking is rendered behind the last question only, so no turn before it is a prefix any more."""
+    latest = "(messages | map(attribute='role') | list)[loop.index:]"
+    thinking = (
+        "{% if m.reasoning_content and 'user' not in " + latest + " %}{{ m.reasoning_content + '</think>' }}{% endif %}"
+    )
+    template = TOOLS.replace("{{ m.content }}", thinking + "{{ m.content }}")
+    talk = [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in TOOL_TALK]
+    _, said = spans_of(template, [*talk, TALK[1], TALK[2]], enable_thinking=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø"}}\n</tool_call><|im_end|>'
+    assert said[:2] == [call, "Yes.<|im_end|>"]
+    assert said[2].endswith("It is 4.<|im_end|>")
+
+
+def test_reasoning_content_may_stand_in_front_of_what_was_said():
+    template = CHATML.replace("m.content", "('<think>' + (m.reasoning_content or '-') + '</think>' + m.content)")
+    talk = [TALK[1], {**TALK[2], "reasoning_content": "Two and two. " * 20}]
+    _, said = spans_of(template, talk)
+    assert said == ["<think>" + "Two and two. " * 20 + "</think>It is 4.<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [SHOUTING, EVERYTHING_TAGGED, BACKWARDS])
 def test_a_mask_that_cannot_be_derived_is_refused_and_never_all_ones(template):
-    with pytest.raises(KitError, match=r"generation %\} tags|marks no prompt|turns were found"):
-        spans_of(template)
+    for train_on in ("all", "last"):
+        with pytest.raises(KitError, match=r"generation %\} tags|marks no prompt|turns were found"):
+            spans_of(template, train_on=train_on)
 
 
 def test_the_real_template_of_smollm2(smollm2):
@@ -107,9 +189,9 @@ def write_lines(path, *lines):
     [
         ("{", "not JSON"),
         ("[1, 2]", "JSON list"),
-        ('{"question": "?"}', "neither"),
-        ('{"prompt": "  "}', "neither"),
-        ('{"prompt": 3}', "neither"),
+        ('{"question": "?"}', r"none of .*`text` holds anything.* found: \['question'\].*--prompt_column"),
+        ('{"prompt": "  "}', "`prompt` needs text"),
+        ('{"prompt": 3}', "at least one message"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "message 1 needs a role"),
         ('{"messages": [{"role": "user", "content": 7}]}', "message 1 needs `content`"),
@@ -134,26 +216,43 @@ def test_empty_and_missing_files_are_refused(tmp_path):
         list(read_prompts(write_lines(tmp_path / "p.jsonl", "", "  ")))
     with pytest.raises(KitError, match="cannot be read"):
         list(read_prompts(tmp_path / "absent.jsonl"))
-    with pytest.raises(KitError, match="cannot be read"):
-        list(read_prompts(tmp_path))
+    with pytest.raises(KitError, match="is empty"):
+        list(read_prompts(tmp_path))  # a folder with one empty file
 
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 20}
 
 
-def sample_of(value, tmp_path, *, sampling=SAMPLING, target=None, generate=None, template=CHATML, max_tokens=512):
-    (conversation,) = read_prompts(write_lines(tmp_path / "p.jsonl", json.dumps(value)))
+def sample_of(
+    value, tmp_path, *, sampling=SAMPLING, target=None, generate=None, template=CHATML, max_tokens=512, train_on="all"
+):
+    (line,) = read_prompts(write_lines(tmp_path / "p.jsonl", json.dumps(value)))
     tokenizer = tokenizer_with(template)
     return to_sample(
-        conversation,
+        line,
         tokenizer,
         sampling=sampling,
         target=target or {"config": "c"},
         eos_token_ids=(tokenizer.eos_token_id,),
+        vocab_size=300,
         generate=generate,
         max_tokens=max_tokens,
         template_args={},
+        train_on=train_on,
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "known_id"),
+    [
+        ({"prompt": "Hi"}, "f06fa127cb5d38272139d8d49753a8ae"),
+        ({"messages": TALK}, "d62bb7d96076dbba1561a4b39506bcd5"),
+        ({"messages": TALK[:-1]}, "bd588fcc830b31f43338ff05194c8742"),
+    ],
+)
+def test_ids_are_those_of_earlier_versions(tmp_path, value, known_id):
+    """Ids that the first version computed: a change would extract the prompts of finished shards once more."""
+    assert sample_of(value, tmp_path).id == known_id
 
 
 def test_the_id_is_a_hash_of_what_is_asked(tmp_path):
@@ -192,15 +291,61 @@ def test_without_a_template_plain_prompts_are_used_as_they_stand(tmp_path):
         sample_of({"messages": TALK[:2]}, tmp_path, template=None)
 
 
-def plan_for(tiny_target, path, **changes):
+def test_text_is_fed_as_it_stands_and_learnt_behind_its_first_token(tmp_path):
+    sample = sample_of({"text": "Once upon a time"}, tmp_path)
+    assert tokenizer_with(None).decode(sample.token_ids) == "Once upon a time"
+    assert (sample.loss_spans, sample.max_new_tokens) == ([(1, len(sample.token_ids))], 0)
+    with pytest.raises(KitError, match="single token"):
+        sample_of({"text": "a"}, tmp_path)
+    with pytest.raises(KitError, match="are not answered"):
+        sample_of({"text": "Once upon a time"}, tmp_path, generate=True)
+
+
+def test_token_ids_are_taken_as_they_are_and_checked(tmp_path):
+    sample = sample_of({"input_ids": [5, 6, 7, 299], "loss_mask": [0, 1, 0, 1]}, tmp_path)
+    assert (sample.token_ids, sample.loss_spans) == ([5, 6, 7, 299], [(1, 2), (3, 4)])
+    assert sample_of({"input_ids": [5, 6, 7, 299]}, tmp_path).loss_spans == [(1, 4)]
+    with pytest.raises(KitError, match=r"p\.jsonl:1: .*300 at position 2, outside of the target's vocabulary 0\.\.299"):
+        sample_of({"input_ids": [5, 6, 300]}, tmp_path)
+
+
+def test_only_another_choice_of_turns_changes_the_id_of_a_given_response(tmp_path):
+    everything, last = (sample_of({"messages": TALK}, tmp_path, train_on=which) for which in ("all", "last"))
+    assert len(last.loss_spans) == 1
+    assert last.id != everything.id
+    asked = [sample_of({"messages": TALK[:-1]}, tmp_path, train_on=which) for which in ("all", "last")]
+    assert asked[0] == asked[1]
+
+
+def test_tools_reach_the_template_and_the_id(tmp_path):
+    value = {"messages": TOOL_TALK[:3], "tools": [TOOL]}
+    with_tools = sample_of(value, tmp_path, template=TOOLS)
+    assert '"parameters"' in tokenizer_with(TOOLS).decode(with_tools.token_ids)
+    assert with_tools.id != sample_of({"messages": TOOL_TALK[:3]}, tmp_path, template=TOOLS).id
+    with pytest.raises(KitError, match="no place for `tools`"):
+        sample_of(value, tmp_path)
+    with pytest.raises(KitError, match="no place for `tool_calls`"):
+        sample_of({"messages": TOOL_TALK[:3]}, tmp_path)
+
+
+def plan_for(tiny_target, inputs, *, skip_errors=False, done_ids=(), sampling=SAMPLING, **limits):
     spec = TargetSpec.from_pretrained(tiny_target)
     header = ShardsHeader.from_target(
-        spec, target_layer_ids=[1], compute_dtype="float32", engine="e", engine_version="0", sampling=SAMPLING
+        spec, target_layer_ids=[1], compute_dtype="float32", engine="e", engine_version="0", sampling=sampling
     )
-    settings = {"limit": None, "generate": None, "skip_long": False, "template_args": {}, "done_ids": set()}
-    settings |= changes
-    done_ids = settings.pop("done_ids")
-    return make_plan(read_prompts(path), make_byte_tokenizer(), spec, header, done_ids, **settings)
+    errors = LineErrors(skip=skip_errors)
+    lines = read_prompts(inputs, errors=errors)
+    return make_plan(
+        lines,
+        make_byte_tokenizer(),
+        spec,
+        header,
+        set(done_ids),
+        limits=Limits(**limits),
+        generate=None,
+        template_args={},
+        errors=errors,
+    )
 
 
 def test_the_plan_counts_repeated_long_and_finished_lines(tiny_target, tmp_path):
@@ -221,3 +366,49 @@ def test_the_limit_counts_samples_and_stops_reading(tiny_target, tmp_path):
     plan = plan_for(tiny_target, path, limit=2)
     assert len(plan.samples) == 2
     assert plan.drops == {"duplicate": 1}
+
+
+def test_the_same_content_is_taken_once_from_all_inputs_and_forms(tiny_target, tmp_path):
+    write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', '{"conversations": [{"from": "human", "value": "b"}]}')
+    parts = [{"type": "text", "text": "a"}]
+    write_lines(tmp_path / "b.jsonl", json.dumps({"messages": [{"role": "user", "content": parts}]}), '{"prompt": "b"}')
+    plan = plan_for(tiny_target, tmp_path)
+    assert plan.summary() == {"asked": 4, "dropped": {"duplicate": 2}}
+
+
+def test_lengths_filter_what_is_fed_and_are_counted(tiny_target, tmp_path):
+    lines = [json.dumps({"prompt": "x" * length}) for length in (1, 50, 100, 600)]
+    path = write_lines(tmp_path / "p.jsonl", *lines)
+    plan = plan_for(tiny_target, path, min_tokens=50, max_tokens=110)
+    assert [sample.source[-2:] for sample in plan.samples] == [":2"]
+    assert all(50 <= len(sample.token_ids) <= 110 for sample in plan.samples)
+    assert plan.drops == {"under_min_tokens": 1, "over_max_tokens": 2}
+    exact = len(plan.samples[0].token_ids)
+    assert len(plan_for(tiny_target, path, min_tokens=exact, max_tokens=exact).samples) == 1
+
+
+def test_several_answers_have_ids_of_their_own_and_the_first_keeps_its_id(tiny_target, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', json.dumps({"messages": TALK}), '{"prompt": "b"}')
+    sampling = {**SAMPLING, "temperature": 1.0}
+    single = plan_for(tiny_target, path, sampling=sampling)
+    several = plan_for(tiny_target, path, sampling=sampling, num_samples=3)
+    ids = [sample.id for sample in several.samples]
+    assert len(set(ids)) == len(ids) == 7  # the given response is not answered
+    assert [ids[0], ids[3], ids[4]] == [sample.id for sample in single.samples]
+    assert len({int(sample_id[:12], 16) % 2**31 for sample_id in ids}) == 7  # what vLLM adds to the seed
+    more = plan_for(tiny_target, path, sampling=sampling, num_samples=3, done_ids=[ids[0], ids[1]])
+    assert (more.num_done, [sample.id for sample in more.samples]) == (2, ids[2:])
+    assert [sample.id for sample in plan_for(tiny_target, path, sampling=sampling, num_samples=3, limit=5).samples] == (
+        ids[:5]
+    )
+
+
+def test_malformed_lines_are_counted_and_the_first_three_named(tiny_target, tmp_path, capsys):
+    bad = ["{", '{"prompt": 3}', '{"input_ids": [1, 300]}', '{"messages": []}']
+    path = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', *bad, '{"prompt": "b"}')
+    plan = plan_for(tiny_target, path, skip_errors=True)
+    assert [sample.source[-2:] for sample in plan.samples] == [":1", ":6"]
+    assert plan.summary() == {"asked": 6, "dropped": {"malformed": 4}}
+    named = capsys.readouterr().err.splitlines()
+    assert len(named) == 3
+    assert all(line.startswith("skipped: ") and f"p.jsonl:{n}" in line for n, line in enumerate(named, start=2))

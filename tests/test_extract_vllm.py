@@ -18,8 +18,8 @@ from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_sha
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
 from extract import vllm_capture
 from extract.capture import Job
+from extract.conversations import Conversation
 from extract.plan import make_plan
-from extract.prompts import Conversation
 from helpers import REPO, requires_vllm
 
 pytestmark = [requires_vllm, pytest.mark.slow]
@@ -88,9 +88,7 @@ def capture(smollm2, environment, tmp_path_factory):
         spec,
         header,
         set(),
-        limit=None,
         generate=None,
-        skip_long=False,
         template_args={},
     )
     job = Job(
