@@ -134,7 +134,8 @@ def launch(shares: list[Share], arguments: list[str], folder: Path, *, gpus_each
             for index, share in enumerate(shares):
                 workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
                 if cores:
-                    os.sched_setaffinity(workers[-1].process.pid, cores[index])
+                    with suppress(ProcessLookupError):  # it has ended already
+                        os.sched_setaffinity(workers[-1].process.pid, cores[index])
             failed = _watch(workers, events, progress, folder)
         finally:
             _stop(workers, progress)
