@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -70,6 +71,26 @@ def test_ranks_write_together_what_one_process_writes(tiny_target, prompts, tmp_
     again = extract(capsys, *arguments(tiny_target, prompts, tmp_path / "s", *more))
     assert (again["rows"], again["rows_added"]) == (limit or 12, 0)
     assert verify_shards(tmp_path / "s").notes == verify_shards(tmp_path / "s").problems == []
+
+
+def test_ranks_count_every_line_once_whatever_becomes_of_it(tiny_target, prompts, tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    broken = ["not JSON", json.dumps({"text": 7}), json.dumps({"messages": [{"role": "nobody", "content": "x"}]})]
+    path.write_text(prompts.read_text() + "\n".join(broken) + "\n" + json.dumps({"text": "plain text"}) + "\n")
+    more = ["--skip_errors", "--min_tokens=50", "--num_samples=3", "--sampling.temperature=1.0"]
+    alone = extract(capsys, *arguments(tiny_target, path, tmp_path / "one", *more))
+    told = [
+        extract(capsys, *arguments(tiny_target, path, tmp_path / "s", "--world_size=3", f"--rank={rank}", *more))
+        for rank in range(3)
+    ]
+    assert rows(tmp_path / "s").keys() == rows(tmp_path / "one").keys()
+    for name in ("asked", "rows"):
+        assert sum(one[name] for one in told) == alone[name] > 0
+    summed = Counter()
+    for one in told:
+        summed.update(one["dropped"])
+    assert summed == alone["dropped"]
+    assert alone["dropped"].keys() == {"duplicate", "too_long", "under_min_tokens", "malformed"}
 
 
 def test_another_split_and_then_one_process_finish_what_was_begun(tiny_target, prompts, tmp_path, capsys):
