@@ -1,8 +1,8 @@
 """What is in a shards folder: the header, the row, the Arrow schema, the manifest and the checksums.
 
-A folder holds ``manifest.jsonl`` and ``shard-NNNNN.arrow``. The manifest's first line is the header, each
-further line is the journal entry of a finished shard or the summary of a run. Reader, writer and
-verification share this module.
+A folder holds ``manifest.jsonl`` and ``shard-NNNNN.arrow``, or those of several writers (see ``shard_share``). A
+manifest's first line is the header, each further line is the journal entry of a finished shard or the summary of a
+run. Reader, writer and verification share this module.
 
 The row rule. ``input_ids`` are the tokens that have hidden states: exactly one row of ``hidden_states`` per
 token. The last token that a target says is never fed back to it, so it has no state; it is kept in
@@ -29,7 +29,6 @@ from .target import TargetSpec
 
 FORMAT_VERSION = 1
 LAYER_ID_CONVENTION = "0-based; the layer's output = hidden_states[id + 1] of transformers"
-MANIFEST_NAME = "manifest.jsonl"
 SHARD_GLOB = "shard-*.arrow"
 INCOMPLETE_SUFFIX = ".incomplete"
 NO_NEXT_TOKEN = -1
@@ -138,6 +137,16 @@ class ShardsHeader:
         Raises:
             KitError: naming the first field that differs, and both values.
         """
+        difference = self.difference(other)
+        if difference is not None:
+            name, mine, theirs = difference
+            raise KitError(
+                f"{what}: {name} is {mine} in the shards but {theirs} here; "
+                "use the target and settings they were written with, or another folder"
+            )
+
+    def difference(self, other: "ShardsHeader | TargetSpec") -> tuple[str, str, str] | None:
+        """The first field that differs (as in ``require_compatible``) with both values as JSON; None if none does."""
         if isinstance(other, ShardsHeader):
             names = [f.name for f in fields(self) if f.name not in PLACE_FIELDS]
         else:
@@ -145,10 +154,8 @@ class ShardsHeader:
         for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise KitError(
-                    f"{what}: {name} is {_shown(mine)} in the shards but {_shown(theirs)} here; "
-                    "use the target and settings they were written with, or another folder"
-                )
+                return name, _shown(mine), _shown(theirs)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

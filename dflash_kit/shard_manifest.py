@@ -1,19 +1,23 @@
-"""The manifest of a shards folder: reading it, mending a torn last line, appending to it.
+"""The manifests of a shards folder, one a writer, and what they say together.
 
-One JSON object a line. Kinds: ``header`` (the first line), ``shard`` (one finished shard), ``summary`` (one
-    run).
+One JSON object a line. Kinds: ``header`` (the first line), ``split`` (into how many shares the samples are split from here
+on), ``shard`` (one finished shard), ``summary`` (one run).
+Readers take all manifests of a folder, in the order of their names; a writer appends to its own (``shard_journal``).
 """
 
-import fcntl
+import gc
 import json
 import os
-import time
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import KitError
-from .shard_format import MANIFEST_NAME, ShardsHeader
+from .shard_format import ShardsHeader
+from .shard_share import Share, manifest_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,35 +42,164 @@ class ShardEntry:
 
 @dataclass(slots=True)
 class Manifest:
-    """What the complete lines of a manifest say."""
+    """What the complete lines of one manifest say."""
 
+    name: str
+    """File name inside the folder."""
     header: ShardsHeader | None = None
+    """None: its writer was killed before the first line was complete."""
+    world_size: int | None = None
+    """Into how many shares its writer split the samples when it last began; None: it did not get as far as that."""
     shards: list[ShardEntry] = field(default_factory=list)
+    """Finished shards, in the order in which they were finished."""
     summary: dict[str, Any] | None = None
+    """Of the writer's last run that completed."""
     whole_bytes: int = 0
     """Length of the complete lines; whatever follows is a torn line."""
 
 
-def read_manifest(folder: Path) -> Manifest:
+@dataclass(slots=True)
+class Manifests:
+    """The manifests of a folder, one a writer, sorted by name. Their headers agree."""
+
+    parts: list[Manifest] = field(default_factory=list)
+
+    @property
+    def header(self) -> ShardsHeader | None:
+        """Header of the shards; None when no writer got as far as that."""
+        return next((part.header for part in self.parts if part.header is not None), None)
+
+    @property
+    def shards(self) -> list[ShardEntry]:
+        """Finished shards of all writers."""
+        return [entry for part in self.parts for entry in part.shards]
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Summary of the last run that completed, added up over its writers.
+
+        None when none did, or when runs of different splits did (their counts would overlap).
+        """
+        found = [part.summary for part in self.parts if part.summary is not None]
+        if not found or len({summary.get("world_size", 1) for summary in found}) > 1:
+            return None
+        if len(found) == 1:
+            return found[0]
+        dropped: Counter[str] = Counter()
+        for summary in found:
+            dropped.update(summary.get("dropped", {}))
+        asked = sum(summary.get("asked", 0) for summary in found)
+        return {"asked": asked, "dropped": dict(dropped), "world_size": found[0]["world_size"]}
+
+    def of(self, name: str) -> Manifest:
+        """The manifest of this name; an empty one when it is not there."""
+        return next((part for part in self.parts if part.name == name), Manifest(name))
+
+    def repetition(self) -> str | None:
+        """Where an id stands twice, in words; None when each stands once."""
+        ids = [row_id for part in self.parts for entry in part.shards for row_id in entry.ids]
+        if len(set(ids)) == len(ids):
+            return None
+        seen: dict[str, str] = {}
+        for part in self.parts:
+            for entry in part.shards:
+                for row_id in entry.ids:
+                    place = f"{entry.file} ({part.name})"
+                    if row_id in seen:
+                        return f"sample {row_id} is in {seen[row_id]} and again in {place}"
+                    seen[row_id] = place
+        raise AssertionError("a set is smaller than a list without repetitions")
+
+
+def read_manifests(folder: Path) -> Manifests:
+    """Read all manifests of a folder; nothing is changed. One without a complete line counts as empty.
+
+    Raises:
+        KitError: no manifest, a damaged one, or two of different headers.
+    """
+    with without_garbage_collection():
+        manifests = Manifests([read_manifest(folder / name) for name in _names(folder)])
+    _require_agreement(folder, [(part.name, part.header) for part in manifests.parts])
+    return manifests
+
+
+def read_manifest(path: Path) -> Manifest:
     """Parse the complete lines; a torn last line (killed while journalling) is left out, nothing is changed.
 
     Raises:
-        KitError: no manifest, or a complete line that is not one of ours.
+        KitError: a complete line that is not one of ours.
     """
-    path = folder / MANIFEST_NAME
     try:
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise KitError(f"{folder} is not a shards folder: it has no {MANIFEST_NAME}") from error
     except OSError as error:
         raise KitError(f"{path} cannot be read: {error.strerror}") from error
-    manifest = Manifest(whole_bytes=data.rfind(b"\n") + 1)
+    manifest = Manifest(path.name, whole_bytes=data.rfind(b"\n") + 1)
     for number, line in enumerate(data[: manifest.whole_bytes].splitlines(), start=1):
         try:
-            _take_line(manifest, json.loads(line), number)
+            _take_line(manifest, json.loads(str(line, "utf-8")), number)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise KitError(f"{path} line {number} is damaged ({error}); restore the manifest from a copy") from error
     return manifest
+
+
+def read_header(folder: Path, names: list[str]) -> ShardsHeader | None:
+    """Header of a folder's shards from the first lines of these manifests alone; see ``read_manifests``."""
+    headers = [(name, _read_first_line(folder / name)) for name in names]
+    _require_agreement(folder, headers)
+    return next((header for _, header in headers if header is not None), None)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Parsing makes objects by the million, none of them garbage; looking for some takes longer than parsing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        names = manifest_names(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise KitError(f"{folder} cannot be read: {error.strerror}") from error
+    if not names:
+        raise KitError(f"{folder} is not a shards folder: it has no manifest.jsonl")
+    return names
+
+
+def _require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
+    """Refuse shards of two kinds in one folder; a manifest whose first line is not complete agrees with all."""
+    known = [(name, header) for name, header in headers if header is not None]
+    for name, header in known[1:]:
+        difference = known[0][1].difference(header)
+        if difference is not None:
+            field_name, mine, theirs = difference
+            raise KitError(
+                f"{folder} holds shards of two kinds: {field_name} is {mine} in {known[0][0]} but {theirs} in {name}; "
+                "extract each kind into a folder of its own"
+            )
+
+
+def _read_first_line(path: Path) -> ShardsHeader | None:
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+        if not line.endswith(b"\n"):
+            return None
+        values = json.loads(line)
+        if values.pop("kind") != "header":
+            raise ValueError("the first line is no header")
+        return ShardsHeader.from_dict(values)
+    except OSError as error:
+        raise KitError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise KitError(f"{path} line 1 is damaged ({error}); restore the manifest from a copy") from error
 
 
 def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
@@ -75,86 +208,23 @@ def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
         raise ValueError(f"kind {kind!r} where the {'header' if number == 1 else 'journal'} belongs")
     if kind == "header":
         manifest.header = ShardsHeader.from_dict(line)
+        manifest.world_size = 1 if manifest.name == Share().manifest_name else None
     elif kind == "shard":
-        known = {f.name for f in fields(ShardEntry)}
-        entry = ShardEntry(**{k: v for k, v in line.items() if k in known})
+        entry = ShardEntry(
+            file=line["file"],
+            rows=line["rows"],
+            tokens=line["tokens"],
+            lengths=line["lengths"],
+            ids=line["ids"],
+            checksum=line["checksum"],
+            bytes=line["bytes"],
+        )
         if not entry.rows == len(entry.lengths) == len(entry.ids) or entry.tokens != sum(entry.lengths):
             raise ValueError(f"counts of {entry.file} disagree with each other")
         manifest.shards.append(entry)
     elif kind == "summary":
         manifest.summary = line
+    elif kind == "split":
+        manifest.world_size = line["world_size"]
     else:
         raise ValueError(f"unknown kind {kind!r}")
-
-
-class Journal:
-    """Appends lines to a manifest, each durable when the call returns; holds a lock on the folder."""
-
-    def __init__(self, folder: Path, *, lock_wait_s: float) -> None:
-        """Open (or create) and lock the manifest; nothing in it is changed yet.
-
-        Args:
-            folder: an existing folder.
-            lock_wait_s: how long to wait for another writer; a killed run's engine may take a moment to end.
-
-        Raises:
-            KitError: another process writes there.
-        """
-        self._path = folder / MANIFEST_NAME
-        try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise KitError(f"{self._path} cannot be written: {error.strerror}") from error
-        self._end_bytes = 0
-        try:
-            self._lock(lock_wait_s)
-        except BaseException:
-            self.close()
-            raise
-
-    def _lock(self, wait_s: float) -> None:
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline_s:
-                    raise KitError(
-                        f"another process is writing {self._path.parent}; stop it or name another folder"
-                    ) from error
-                time.sleep(0.1)
-
-    def start_after(self, whole_bytes: int) -> None:
-        """Cut off a torn line behind ``whole_bytes`` and append from there."""
-        os.ftruncate(self._file, whole_bytes)
-        os.lseek(self._file, whole_bytes, os.SEEK_SET)
-        os.fsync(self._file)
-        self._end_bytes = whole_bytes
-
-    def append_header(self, header: ShardsHeader) -> None:
-        """Write the first line."""
-        self._append({"kind": "header", **header.to_dict()})
-
-    def append_shard(self, entry: ShardEntry) -> None:
-        """Journal a finished shard."""
-        self._append({"kind": "shard", **asdict(entry)})
-
-    def append_summary(self, summary: dict[str, Any]) -> None:
-        """Journal the end of a run."""
-        self._append({"kind": "summary", **summary})
-
-    def close(self) -> None:
-        """Close the file and release the lock."""
-        os.close(self._file)
-
-    def _append(self, line: dict[str, Any]) -> None:
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-            os.fsync(self._file)
-        except OSError:
-            self.start_after(self._end_bytes)  # leave the manifest as it was before
-            raise
-        self._end_bytes += len(data)

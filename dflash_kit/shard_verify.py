@@ -7,7 +7,8 @@ from .errors import KitError
 from .shard_checks import check_row
 from .shard_file import ShardFile
 from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_checksum, row_checksum
-from .shard_manifest import ShardEntry, read_manifest
+from .shard_manifest import ShardEntry, read_manifests
+from .shard_share import Share
 
 
 @dataclass(slots=True)
@@ -33,36 +34,41 @@ class ShardsReport:
         return not self.problems
 
 
-def verify_shards(folder: str | Path) -> ShardsReport:
+def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsReport:
     """Re-read a folder: checksums, counts, lengths, unique ids, and each row's hidden states.
+
+    Args:
+        folder: a shards folder.
+        share: read the shards of this share's process only, while others are still at work; None: of all.
 
     Returns:
         The report; faults of single shards are listed in it, not raised.
 
     Raises:
-        KitError: not a shards folder, or its manifest cannot be read.
+        KitError: not a shards folder, or its manifests cannot be read or do not agree.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    if manifest.header is None:
+    manifests = read_manifests(folder)
+    if manifests.header is None:
         raise KitError(f"{folder} has a manifest without a header")
-    report = ShardsReport(shards=len(manifest.shards))
-    seen: set[str] = set()
-    for entry in manifest.shards:
+    shards = manifests.shards if share is None else manifests.of(share.manifest_name).shards
+    report = ShardsReport(shards=len(shards))
+    repetition = manifests.repetition()
+    if repetition is not None:
+        report.problems.append(repetition)
+    for entry in shards:
         report.rows += entry.rows
         report.tokens += entry.tokens
         report.bytes += entry.bytes
-        repeated = seen.intersection(entry.ids) or len(set(entry.ids)) != entry.rows
-        if repeated:
-            report.problems.append(f"{entry.file}: repeats ids of other rows")
-        seen.update(entry.ids)
         try:
-            _verify_shard(folder / entry.file, entry, manifest.header)
+            _verify_shard(folder / entry.file, entry, manifests.header)
         except KitError as error:
             report.problems.append(f"{entry.file}: {error}")
-    listed = {entry.file for entry in manifest.shards}
-    report.notes += [f"{p.name}: not in the manifest" for p in sorted(folder.glob(SHARD_GLOB)) if p.name not in listed]
-    report.notes += [f"{p.name}: unfinished" for p in sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))]
+    if share is None:
+        listed = {entry.file for entry in shards}
+        finished = sorted(folder.glob(SHARD_GLOB))
+        report.notes += [f"{path.name}: not in a manifest" for path in finished if path.name not in listed]
+        report.notes += [f"{path.name}: unfinished" for path in sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))]
     return report
 
 

@@ -2,12 +2,14 @@
 
 A shard grows as ``shard-NNNNN.arrow.incomplete``, is fsynced, renamed, and then journalled in the manifest.
 A rerun drops incomplete files, adopts shards that were renamed but not journalled, and mends a torn last
-manifest line.
+manifest line. It touches nothing but the files of its own share (``shard_share``): other processes may be writing
+theirs.
 
 Several shards may grow at once, one in each lane: two threads that write to one file wait for each other, two that
 write to two files do not. Numbers are given out when a shard is begun; one that was dropped leaves a gap.
 """
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -16,10 +18,21 @@ from types import TracebackType
 from typing import Any
 
 from .errors import KitError, require_free_bytes
+from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
-from .shard_format import INCOMPLETE_SUFFIX, MANIFEST_NAME, SHARD_GLOB, Row, ShardsHeader, file_checksum
-from .shard_manifest import Journal, Manifest, ShardEntry, read_manifest
+from .shard_folder import (
+    make_folder,
+    orphans,
+    read_sound_manifests,
+    require_header,
+    require_no_other_split,
+    require_same_kind,
+)
+from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
+from .shard_journal import Journal
+from .shard_manifest import ShardEntry, read_manifest
+from .shard_share import Share
 
 DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_SHARD_AGE_S = 120.0
@@ -35,19 +48,23 @@ class _Lane:
 
 
 class ShardWriter:
-    """Appends rows to a shards folder; one writer at a time, guarded by a lock on the manifest.
+    """Appends rows to a shards folder; one writer a share, guarded by a lock on its manifest.
 
-    Threads may add rows at the same time, each in a lane of its own.
+    Threads may add rows at the same time, each in a lane of its own. Ctrl-C and SIGTERM wait until a row is written;
+    a writer that they end as a context manager finishes its growing shards.
 
     Args:
         folder: a new or empty folder, or one that was written with the same header (then the writer resumes).
         header: what the rows are.
+        rank: this writer's share of the samples, and so the names of its files.
+        world_size: number of shares; who takes which sample is for the caller to keep to (``Share.takes``).
         max_shard_bytes: a shard is finished when it reaches this size.
         max_shard_age_s: or when it is this old, so that a kill costs little work.
         lock_wait_s: how long to wait for another writer to end.
 
     Raises:
-        KitError: the folder holds something else, was written with another header, or is being written.
+        KitError: the folder holds something else, was written with another header, or is being written under the
+            same rank or another split.
     """
 
     def __init__(
@@ -55,6 +72,8 @@ class ShardWriter:
         folder: str | Path,
         header: ShardsHeader,
         *,
+        rank: int = 0,
+        world_size: int = 1,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         max_shard_age_s: float = DEFAULT_SHARD_AGE_S,
         lock_wait_s: float = 30.0,
@@ -63,21 +82,24 @@ class ShardWriter:
             raise KitError("max_shard_bytes and max_shard_age_s must be positive")
         self.folder = Path(folder)
         self.header = header
+        self.share = Share(rank, world_size)
         self.max_shard_bytes = max_shard_bytes
         self.max_shard_age_s = max_shard_age_s
         self.done_ids: set[str] = set()
-        """Ids in finished shards, those of earlier runs included."""
+        """Ids in finished shards, those of earlier runs and of other writers included."""
         self.num_rows = self.num_tokens = self.num_bytes = 0
-        """Totals over finished shards, those of earlier runs included."""
-        self._ids: set[str] = set()  # done_ids and the ids of growing shards
+        """Totals over this writer's finished shards, those of earlier runs included."""
+        self.notes: list[str] = []
+        """What was mended at the start and cost rows that a run may have reported, a line each."""
+        self._growing_ids: set[str] = set()
         self._lanes: dict[int, _Lane] = {}
         self._next_index = 0
         self._shared = threading.Lock()  # guards the ids, the totals, the next index and the journal
-        inspect_folder(self.folder, header)
+        require_same_kind(self.folder, header)
         make_folder(self.folder)
-        self._journal = Journal(self.folder, lock_wait_s=lock_wait_s)
+        self._journal = Journal(self.folder / self.share.manifest_name, lock_wait_s=lock_wait_s)
         try:
-            self._recover()
+            self._recover(lock_wait_s)
         except BaseException:
             self._journal.close()
             raise
@@ -95,10 +117,14 @@ class ShardWriter:
                 disk is full (then finished shards are intact and the unfinished one is dropped).
         """
         check_row(row, self.header, taps_are_sound=taps_are_sound)
+        with uninterrupted():
+            self._add(row, lane)
+
+    def _add(self, row: Row, lane: int) -> None:
         with self._shared:
-            if row.id in self._ids:
+            if row.id in self.done_ids or row.id in self._growing_ids:
                 raise KitError(f"sample {row.id} was captured twice; ids must be unique")
-            self._ids.add(row.id)
+            self._growing_ids.add(row.id)
         try:
             growing = self._lanes.get(lane) or self._open_lane(lane)
             growing.shard.add(to_stored(row, self.header))
@@ -110,8 +136,9 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Finish all growing shards: on return their rows are durable."""
-        for lane in sorted(self._lanes):
-            self.flush_lane(lane)
+        with uninterrupted():
+            for lane in sorted(self._lanes):
+                self.flush_lane(lane)
 
     def flush_lane(self, lane: int) -> None:
         """Finish the growing shard of one lane, if it has one."""
@@ -128,9 +155,12 @@ class ShardWriter:
             raise self._full(lane, None, error) from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Journal what a run did (drop counts by reason and the like)."""
+        """Journal what a run did (drop counts by reason and the like), with the number of shares if it was one."""
+        if self.share.world_size > 1:
+            summary = {**summary, "world_size": self.share.world_size}
         try:
-            self._journal.append_summary(summary)
+            with uninterrupted():
+                self._journal.append_summary(summary)
         except OSError as error:
             raise self._full(None, None, error) from error
 
@@ -153,7 +183,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        # An end between two rows (a generator that is closed, Ctrl-C) says nothing against those that were added.
+        if kind is None or issubclass(kind, KeyboardInterrupt | GeneratorExit):
             self.close()
         else:
             self.abandon()
@@ -161,7 +192,7 @@ class ShardWriter:
     def _open_lane(self, lane: int) -> _Lane:
         require_free_bytes(self.folder, 1 << 20, "the next shard")
         with self._shared:
-            final = self.folder / f"shard-{self._next_index:05d}.arrow"
+            final = self.folder / self.share.shard_name(self._next_index)
             self._next_index += 1
         shard = GrowingShard(final.with_name(final.name + INCOMPLETE_SUFFIX), self.header)
         self._lanes[lane] = _Lane(shard, final, time.monotonic())
@@ -173,39 +204,61 @@ class ShardWriter:
         if growing is not None:
             growing.shard.abandon()
             with self._shared:
-                self._ids.difference_update(growing.shard.ids)
+                self._growing_ids.difference_update(growing.shard.ids)
 
     def _take(self, entry: ShardEntry) -> None:
-        """Count a journalled shard."""
+        """Count a shard of this writer that is journalled."""
         self.done_ids.update(entry.ids)
-        self._ids.update(entry.ids)
+        self._growing_ids.difference_update(entry.ids)
         self.num_rows += entry.rows
         self.num_tokens += entry.tokens
         self.num_bytes += entry.bytes
-        self._next_index = max(self._next_index, _index_of(entry.file) + 1)
+        self._next_index = max(self._next_index, (self.share.shard_index(entry.file) or 0) + 1)
 
-    def _recover(self) -> None:
-        """Bring the folder to the state after its last finished shard; the lock is held."""
-        manifest = inspect_folder(self.folder, self.header)
-        self._journal.start_after(manifest.whole_bytes)
-        if manifest.header is None:
+    def _recover(self, wait_s: float) -> None:
+        """Bring this writer's files to the state after its last finished shard; the lock is held."""
+        own = read_manifest(self.folder / self.share.manifest_name)
+        require_header(self.folder, own, self.share)
+        self._journal.start_after(own.whole_bytes)
+        if own.header is None:
             self._journal.append_header(self.header)
-        for leftover in self.folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX):
-            leftover.unlink()
-        for entry in manifest.shards:
-            self._take(entry)
-        for path in orphans(self.folder, manifest):
-            self._adopt(path)
+        if own.world_size != self.share.world_size > 1:
+            self._journal.append_split(self.share.world_size)
+        manifests = read_sound_manifests(self.folder, self.share)
+        require_no_other_split(self.folder, manifests, self.share, wait_s=wait_s)
+        own = manifests.of(own.name)
+        names = os.listdir(self.folder)
+        for name in names:
+            final_name = name.removesuffix(INCOMPLETE_SUFFIX)
+            if final_name != name and self.share.shard_index(final_name) is not None:
+                (self.folder / name).unlink()
+        for part in manifests.parts:
+            for entry in part.shards:
+                if part is own:
+                    self._take(entry)
+                else:
+                    self.done_ids.update(entry.ids)
+        for name in orphans(names, own, self.share):
+            self._adopt(self.folder / name)
         sync_folder(self.folder)
 
     def _adopt(self, path: Path) -> None:
-        """Journal a shard that was renamed, hence complete and durable, when the run was killed."""
+        """Journal a shard that was renamed, hence complete and durable, when the run was killed.
+
+        While this rank was away, a run of another split may have captured its rows again: then it is dropped.
+        """
         shard = ShardFile(path)
         shard.header.require_compatible(self.header, f"shard {path}")
         rows = [shard.row(i)[0] for i in range(shard.num_rows)]
         ids, lengths = [row.id for row in rows], [len(row.input_ids) for row in rows]
-        if self._ids.intersection(ids):
-            raise KitError(f"shard {path} is not in the manifest and repeats rows of others; move it away")
+        repeated = self.done_ids.intersection(ids)
+        if repeated:
+            path.unlink()
+            self.notes.append(
+                f"{path.name} was dropped: a killed run had not journalled it, and {len(repeated)} of its {len(ids)} "
+                "rows are in other shards by now"
+            )
+            return
         entry = ShardEntry(
             file=path.name,
             rows=len(ids),
@@ -224,57 +277,8 @@ class ShardWriter:
             self._drop(lane)
         if row_id is not None:
             with self._shared:
-                self._ids.discard(row_id)
+                self._growing_ids.discard(row_id)
         return KitError(
             f"cannot write to {self.folder}: {error.strerror or error}; its {self.num_rows} rows in finished "
             "shards are intact: make room and run the same command again to resume"
         )
-
-
-def inspect_folder(folder: Path, header: ShardsHeader) -> Manifest:
-    """What a folder holds, if it can be written with this header; nothing is changed.
-
-    Returns:
-        The manifest; one without a header for a new or empty folder.
-
-    Raises:
-        KitError: a file, a folder with other things in it, other shards, or a journalled shard that is
-            missing.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise KitError(f"{folder} is a file; name a folder for the shards")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return Manifest()
-    if not (folder / MANIFEST_NAME).exists():
-        raise KitError(
-            f"{folder} is not empty and not a shards folder; nothing was written: name a new or empty folder"
-        )
-    manifest = read_manifest(folder)
-    if manifest.header is None:
-        if orphans(folder, manifest):
-            raise KitError(f"{folder} holds shards but its manifest has no header; restore it or name a new folder")
-        return manifest
-    manifest.header.require_compatible(header, f"cannot add to {folder}")
-    for entry in manifest.shards:
-        path = folder / entry.file
-        if not path.exists() or path.stat().st_size != entry.bytes:
-            raise KitError(f"shard {path} is missing or cut short; restore it or extract into a new folder")
-    return manifest
-
-
-def orphans(folder: Path, manifest: Manifest) -> list[Path]:
-    """Shards with their final name that the manifest does not list."""
-    listed = {entry.file for entry in manifest.shards}
-    return sorted(path for path in folder.glob(SHARD_GLOB) if path.name not in listed)
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder with its parents, or say why that cannot be done."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KitError(f"folder {folder} cannot be made: {error.strerror}") from error
-
-
-def _index_of(file: str) -> int:
-    return int(file.removeprefix("shard-").removesuffix(".arrow"))

@@ -1,7 +1,7 @@
 """Reading shards: a sequence of rows over memory-mapped Arrow files. The contract's names live here.
 
-Opening a folder reads its manifest and nothing else, however many shards there are; a shard is opened when
-one of its rows is asked for. Each row is checked against its checksum the first time it is read. The row
+Opening a folder reads its manifests and nothing else, however many shards there are and however many processes wrote
+them; a shard is opened when one of its rows is asked for. Each row is checked against its checksum the first time it is read. The row
 rule (which tokens have hidden states, what ``next_token`` is) stands in ``shard_format``.
 """
 
@@ -15,8 +15,9 @@ from typing import Any, overload
 
 from .errors import KitError
 from .shard_file import ShardFile
+from .shard_folder import REPETITION_HELP
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
-from .shard_manifest import ShardEntry, read_manifest
+from .shard_manifest import read_manifests, without_garbage_collection
 from .shard_verify import ShardsReport, verify_shards
 from .shard_writer import ShardWriter
 
@@ -35,40 +36,46 @@ MAX_OPEN_FILES = 64
 
 
 class Shards(Sequence[Row]):
-    """Rows of a shards folder, in the order in which they were finished.
+    """Rows of a shards folder: writer by writer (in the order of their manifests' names), as they were finished.
 
     Tensors share the page cache with the file (no copy); they stay valid as long as they are referenced.
     Instances can be pickled to worker processes, which map the files anew.
     """
 
     def __init__(self, folder: str | Path, *, check: bool = True) -> None:
-        """Read the manifest.
+        """Read the manifests.
 
         Args:
             folder: a shards folder.
             check: compare each row with its checksum the first time it is read.
 
         Raises:
-            KitError: not a shards folder, or a damaged manifest.
+            KitError: not a shards folder, a damaged manifest, two headers that differ, or an id that stands twice.
         """
         self.folder = Path(folder)
         self._check = check
-        manifest = read_manifest(self.folder)
-        if manifest.header is None:
-            raise KitError(f"{self.folder} has a manifest without a header; its extraction never began: extract again")
-        self.header: ShardsHeader = manifest.header
-        self.summary: dict[str, Any] | None = manifest.summary
-        """Summary of the last run that completed, None when none did."""
-        self._entries: list[ShardEntry] = manifest.shards
-        self._ends = list(accumulate(entry.rows for entry in self._entries))
-        self.lengths: list[int] = [length for entry in self._entries for length in entry.lengths]
-        """Tokens with states, per row."""
-        self.ids: list[str] = [row_id for entry in self._entries for row_id in entry.ids]
-        """Row ids."""
-        if len(set(self.ids)) != len(self.ids):
-            raise KitError(f"{self.folder} lists an id twice; run the verification and extract again")
+        with without_garbage_collection():
+            self._read_manifests()
         self._files: OrderedDict[int, ShardFile] = OrderedDict()
         self._checked: set[int] = set()
+
+    def _read_manifests(self) -> None:
+        manifests = read_manifests(self.folder)
+        if manifests.header is None:
+            raise KitError(f"{self.folder} has a manifest without a header; its extraction never began: extract again")
+        repetition = manifests.repetition()
+        if repetition is not None:
+            raise KitError(f"{self.folder}: {repetition}; {REPETITION_HELP}")
+        self.header: ShardsHeader = manifests.header
+        self.summary: dict[str, Any] | None = manifests.summary
+        """Summary of the last run that completed, added up over its processes; None when none did."""
+        entries = manifests.shards
+        self._shards = [(entry.file, entry.rows, entry.bytes) for entry in entries]
+        self._ends = list(accumulate(entry.rows for entry in entries))
+        self.lengths: list[int] = [length for entry in entries for length in entry.lengths]
+        """Tokens with states, per row."""
+        self.ids: list[str] = [row_id for entry in entries for row_id in entry.ids]
+        """Row ids."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -87,7 +94,7 @@ class Shards(Sequence[Row]):
         if not 0 <= position < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         shard_index = bisect_right(self._ends, position)
-        first = self._ends[shard_index] - self._entries[shard_index].rows
+        first = self._ends[shard_index - 1] if shard_index else 0
         file = self._file(shard_index)
         row, checksum = file.row(position - first)
         self._verify(row, checksum, position, file.path)
@@ -103,10 +110,10 @@ class Shards(Sequence[Row]):
         """The mapped shard, from a cache of recently used ones."""
         file = self._files.get(shard_index)
         if file is None:
-            entry = self._entries[shard_index]
-            file = ShardFile(self.folder / entry.file)
+            name, *expected = self._shards[shard_index]
+            file = ShardFile(self.folder / name)
             file.header.require_compatible(self.header, f"shard {file.path}")
-            if (file.num_rows, file.num_bytes) != (entry.rows, entry.bytes):
+            if [file.num_rows, file.num_bytes] != expected:
                 raise KitError(f"shard {file.path} does not match the manifest; it was changed after it was written")
             self._files[shard_index] = file
         self._files.move_to_end(shard_index)

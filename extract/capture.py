@@ -1,10 +1,11 @@
 """What both engines share: the job they are given and what they report while they work."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dflash_kit.shard_share import Share
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
 
@@ -19,6 +20,8 @@ class Job:
     """Header of the shards."""
     folder: Path
     """Shards folder, prepared for writing."""
+    share: Share = field(default_factory=Share)
+    """What this process takes, which names its files."""
     max_shard_bytes: int
     """Size at which a shard is finished."""
     max_num_seqs: int
@@ -48,8 +51,8 @@ class Progress:
 
 
 class Capture(Protocol):
-    """An engine: yields progress; on return every sample is in a finished shard."""
+    """An engine: yields progress; on return every sample is in a finished shard, on ``close`` all that was captured."""
 
-    def __call__(self, job: Job, samples: list[Any], summary: dict[str, Any]) -> Iterator[Progress]:
+    def __call__(self, job: Job, samples: list[Any], summary: dict[str, Any]) -> Generator[Progress, None, None]:
         """Capture ``samples`` and journal ``summary``."""
         ...

@@ -7,7 +7,8 @@ fed, as in vLLM.
 Shape legend: B batch, T tokens, K taps, D hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def engine_version() -> str:
     return str(transformers.__version__)
 
 
-def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Iterator[Progress]:
+def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generator[Progress, None, None]:
     """Answer the samples that ask for it and write the rows of all; see ``Capture``.
 
     Raises:
@@ -35,7 +36,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Iterato
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job.header.compute_dtype)
-    with ShardWriter(job.folder, job.header, max_shard_bytes=job.max_shard_bytes) as writer:
+    with ShardWriter(job.folder, job.header, **asdict(job.share), max_shard_bytes=job.max_shard_bytes) as writer:
         target = load_target(job.spec.name, dtype=dtype, device=device, revision=job.spec.revision)
         # Samples of similar length share a batch, so that little of it is padding.
         ordered = sorted(samples, key=lambda sample: (sample.loss_spans is None, len(sample.token_ids)))

@@ -13,32 +13,12 @@ from . import capture
 LINE_EVERY_S = 15.0
 
 
-class ExtractionProgress:
-    """Shows rows, rates, time left and bytes on stderr while an engine works.
+class Tally:
+    """Counts what an engine reports, and the seconds since it began; shows nothing."""
 
-    Args:
-        num_rows: rows that the run is to add.
-        num_drops: lines of the prompts file that were left out.
-    """
-
-    def __init__(self, num_rows: int, num_drops: int) -> None:
+    def __init__(self) -> None:
         self.num_rows = self.num_tokens = self.num_bytes = 0
-        self._total_rows = num_rows
-        self._num_drops = num_drops
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("extract"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rates]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("extract", total=num_rows, rates="engine starts …")
         self._t0 = self._first_s = time.monotonic()
-        self._line_s = self._t0
 
     @property
     def elapsed_s(self) -> float:
@@ -51,13 +31,12 @@ class ExtractionProgress:
         return time.monotonic() - self._first_s
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        """Nothing was opened."""
 
     def update(self, report: capture.Progress) -> None:
         """Take a report of the engine."""
@@ -66,11 +45,75 @@ class ExtractionProgress:
         self.num_rows += report.num_rows
         self.num_tokens += report.num_tokens
         self.num_bytes = report.num_bytes
+
+    def totals(self) -> dict[str, float]:
+        """What the last line of output says about the work."""
+        return {
+            "tokens_added": self.num_tokens,
+            "bytes": self.num_bytes,
+            "elapsed_s": round(self.elapsed_s, 1),
+            "tokens_per_s": round(self.num_tokens / max(self.working_s, 1e-9), 1),
+        }
+
+
+class ExtractionProgress(Tally):
+    """Shows rows, rates, time left and bytes on stderr while engines work.
+
+    Args:
+        num_rows: rows that the run is to add.
+        num_drops: lines of the prompts file that were left out.
+        label: first word of the line.
+    """
+
+    def __init__(self, num_rows: int, num_drops: int, label: str = "extract") -> None:
+        super().__init__()
+        self._total_rows = num_rows
+        self._num_drops = num_drops
+        self._label = label
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(label),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rates]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
+        self._line_s = self._t0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def expect(self, num_rows: int, num_drops: int) -> None:
+        """There is more to do: another process has told its plan."""
+        self._total_rows += num_rows
+        self._num_drops += num_drops
+        self._bar.update(self._task, total=self._total_rows)
+
+    def note(self, text: str) -> None:
+        """Print a line beside the bar."""
+        if self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def update(self, report: capture.Progress) -> None:
+        """Take a report of the engine."""
+        super().update(report)
         self._bar.update(self._task, completed=self.num_rows, rates=self._rates())
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            print(f"extract {self.num_rows}/{self._total_rows} rows, {self._rates()}", file=sys.stderr)
+            print(f"{self._label} {self.num_rows}/{self._total_rows} rows, {self._rates()}", file=sys.stderr)
 
     def _rates(self) -> str:
         seconds = max(self.working_s, 1e-9)

@@ -40,8 +40,7 @@ class Sample:
         """The sample and further answers to it, each with an id, and so a seed, of its own; one for a given response."""
         if self.loss_spans is not None:
             return [self]
-        ids = [self.id, *(digest({"sample": self.id, "answer": index}) for index in range(1, num_samples))]
-        return [replace(self, id=sample_id) for sample_id in ids]
+        return [replace(self, id=each) for each in answer_ids(self.id, num_samples)]
 
 
 @dataclass(slots=True)
@@ -89,6 +88,29 @@ def read_prompts(
         raise KitError(f"prompts file {inputs} is empty; it needs one JSON object a line, with `prompt` or `messages`")
 
 
+def is_given(line: Line, generate: bool | None) -> bool:
+    """Whether a line's response is taken as it stands, not answered by the target."""
+    return not isinstance(line, Conversation) or (line.has_response and not generate)
+
+
+def sample_id(
+    line: Line, *, sampling: dict[str, Any], target: dict[str, Any], generate: bool | None, train_on: TrainOn
+) -> str:
+    """Id of the sample that a line becomes, without rendering it; arguments as in ``to_sample``."""
+    given = is_given(line, generate)
+    if isinstance(line, Conversation) and not given:
+        line = line.without_response()
+    asked = {**_asked(line), "sampling": sampling, "target": target, "given": given}
+    if train_on != "all" and given and isinstance(line, Conversation):
+        asked["train_on"] = train_on
+    return digest(asked)
+
+
+def answer_ids(first_id: str, num_samples: int) -> list[str]:
+    """Ids of several answers to a sample: its own and others."""
+    return [first_id, *(digest({"sample": first_id, "answer": index}) for index in range(1, num_samples))]
+
+
 def to_sample(
     line: Line,
     tokenizer: Any,
@@ -120,17 +142,18 @@ def to_sample(
     Raises:
         KitError: naming file and line.
     """
-    is_given = not isinstance(line, Conversation) or (line.has_response and not generate)
-    if not is_given and generate is False:
+    given = is_given(line, generate)
+    if not given and generate is False:
         raise KitError(f"{line.source}: no response is given, and --generate is false")
     if not isinstance(line, Conversation) and generate:
         raise KitError(f"{line.source}: text and input_ids are not answered; leave --generate out")
     spans: list[Span] | None = None
+    row_id = sample_id(line, sampling=sampling, target=target, generate=generate, train_on=train_on)
     try:
         if isinstance(line, Conversation):
-            line = line if is_given else line.without_response()
+            line = line if given else line.without_response()
             template_args = _with_tools(line, tokenizer, template_args)
-            if is_given:
+            if given:
                 ids, spans = encode_conversation(tokenizer, line.messages, eos_token_ids, train_on, **template_args)
             else:
                 ids = _prompt_ids(line, tokenizer, template_args)
@@ -138,15 +161,12 @@ def to_sample(
             ids, spans = _fixed_tokens(line, tokenizer, vocab_size)
     except KitError as error:
         raise KitError(f"{line.source}: {error}") from error
-    asked = {**_asked(line), "sampling": sampling, "target": target, "given": is_given}
-    if train_on != "all" and is_given and isinstance(line, Conversation):
-        asked["train_on"] = train_on
     return Sample(
-        id=digest(asked),
+        id=row_id,
         source=line.source,
         token_ids=ids,
         loss_spans=spans,
-        max_new_tokens=0 if is_given else max(0, min(sampling["max_new_tokens"], max_tokens - len(ids))),
+        max_new_tokens=0 if given else max(0, min(sampling["max_new_tokens"], max_tokens - len(ids))),
     )
 
 

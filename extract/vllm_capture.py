@@ -6,8 +6,8 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, fields
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def engine_version() -> str:
     return "unknown"
 
 
-def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Iterator[Progress]:
+def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generator[Progress, None, None]:
     """Answer the samples that ask for it and write the rows of all; see ``Capture``.
 
     Raises:
@@ -151,7 +151,7 @@ def _connector(job: Job) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "folder": str(job.folder.absolute()),
             "header": job.header.to_dict(),
-            "writer": {"max_shard_bytes": job.max_shard_bytes},
+            "writer": {**asdict(job.share), "max_shard_bytes": job.max_shard_bytes},
             "driver_pid": os.getpid(),
             "max_pending_bytes": PENDING_BYTES,
         },

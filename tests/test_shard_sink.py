@@ -89,6 +89,13 @@ def until_accepted(sink, count, timeout_s=30):
     return ids
 
 
+def until_busy(sink, count, timeout_s=30):
+    """Wait until so many lanes have taken a row."""
+    end_s = time.monotonic() + timeout_s
+    while len(sink._busy) < count and time.monotonic() < end_s:
+        time.sleep(0.005)
+
+
 def test_lanes_write_beside_each_other_and_every_row_arrives_once(tmp_path):
     writer = ShardWriter(tmp_path / "s", make_header(), max_shard_bytes=3000)
     sink = ShardSink(writer, max_pending_bytes=500, num_lanes=4)
@@ -120,6 +127,7 @@ def test_a_flush_finishes_the_shards_of_all_lanes(tmp_path):
     gates = [Gate() for _ in range(3)]
     for index, gate in enumerate(gates):
         sink.submit(PendingRow(make_row(index), 10, gate.wait))
+    until_busy(sink, 3)
     for gate in gates:
         gate.event.set()
     sink.flush()
@@ -134,6 +142,7 @@ def test_one_broken_row_leaves_the_other_lanes_rows(tmp_path):
     broken = make_row(1)
     sink.submit(PendingRow(replace(broken, hidden_states=broken.hidden_states * 0), 10, gates[0].wait))
     sink.submit(PendingRow(make_row(2), 10, gates[1].wait))
+    until_busy(sink, 2)
     gates[1].event.set()
     assert until_accepted(sink, 1) == ["row2"]
     gates[0].event.set()

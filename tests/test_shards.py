@@ -14,7 +14,6 @@ import torch
 
 from dflash_kit import shards as shards_module
 from dflash_kit.errors import KitError
-from dflash_kit.shard_checks import TapInspection, check_row
 from dflash_kit.shards import Row, Shards, ShardsHeader, ShardWriter, open_shards, verify_shards
 
 REPO = Path(__file__).resolve().parents[1]
@@ -259,7 +258,7 @@ CHILD = """
 import os, signal, sys
 sys.path[:0] = [{repo!r}, {repo!r} + "/tests"]
 import test_shards as t
-from dflash_kit import shard_file, shard_manifest
+from dflash_kit import shard_file, shard_journal
 point, count = {point!r}, {count}
 calls = 0
 
@@ -282,17 +281,17 @@ def half_written(journal, line):
     os.write = write_half
     real_append(journal, line)
 
-real_append = shard_manifest.Journal._append
+real_append = shard_journal.Journal._append
 def append(journal, line):
     global calls
     calls += point == "half a journal line"
     return (half_written if point == "half a journal line" and calls == count else real_append)(journal, line)
 
-shard_manifest.Journal._append = append
+shard_journal.Journal._append = append
 os.rename = at("after rename", at("before rename", os.rename), before=False)
 os.fsync = at("before fsync", os.fsync)
 shard_file.GrowingShard.add = at("row", shard_file.GrowingShard.add)
-shard_manifest.Journal.append_shard = at("after journal", shard_manifest.Journal.append_shard, before=False)
+shard_journal.Journal.append_shard = at("after journal", shard_journal.Journal.append_shard, before=False)
 with t.ShardWriter({folder!r}, t.make_header(), max_shard_bytes=4000) as writer:
     for i in {order}:
         if "row%d" % i not in writer.done_ids:
@@ -466,36 +465,6 @@ def test_a_really_full_file_system(small_disk):
     assert len(shards) >= 3
     assert verify_shards(small_disk / "s").ok
     assert not list((small_disk / "s").glob("*.incomplete"))
-
-
-@pytest.mark.parametrize("piece", [3, 5, 100])
-@pytest.mark.parametrize("fault", ["none", "nan", "infinite", "zero", "constant", "same at every token"])
-def test_the_devices_inspection_finds_what_check_row_finds(fault, piece):
-    row = make_row(3, 11)
-    taps = row.hidden_states.view(11, len(LAYERS), D)
-    if fault == "same at every token":
-        taps[:, 1] = taps[0, 1].clone()
-    elif fault != "none":
-        token = {"nan": 0, "infinite": 5, "zero": 10, "constant": 7}[fault]
-        taps[token, 2] = {"nan": float("nan"), "infinite": float("inf"), "zero": 0.0, "constant": 1.5}[fault]
-    inspection = TapInspection()
-    for start in range(0, 11, piece):
-        inspection.add(taps[start : start + piece].bfloat16())
-    assert bool(inspection.result()) == (fault == "none")
-    if fault == "none":
-        check_row(row, make_header())
-    else:
-        with pytest.raises(KitError, match="tap of layer"):
-            check_row(row, make_header())
-
-
-def test_a_conversation_of_one_token_repeated_is_no_fault(tmp_path):
-    row = replace(make_row(1, 4), input_ids=torch.full((4,), 7))
-    states = row.hidden_states[:1].expand(4, -1).contiguous()
-    inspection = TapInspection()
-    inspection.add(states.view(4, len(LAYERS), D))
-    assert not inspection.result()  # a false alarm, which the full check clears
-    write(tmp_path / "s", [replace(row, hidden_states=states)])
 
 
 def test_summary_lines_are_kept(tmp_path):

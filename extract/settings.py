@@ -1,0 +1,145 @@
+"""Options of `extract/dump.py`."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dflash_kit.shard_share import Share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How the target answers."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token (greedy); replay of acceptance is exact for greedy responses."""
+    top_p: float = 1.0
+    """Probability mass that is sampled from; 1 for all."""
+    top_k: int = 0
+    """Likeliest tokens that are sampled from; 0 for all."""
+    max_new_tokens: int = 1024
+    """Tokens of a response at most."""
+    seed: int = 0
+    """Seed of sampling; each sample adds its own id to it."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError("sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"sampling.max_new_tokens is {self.max_new_tokens}; at least 1 is needed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractConfig:
+    """Options of `extract/dump.py`."""
+
+    model: str
+    """Target: a folder with config.json, tokenizer and safetensors, or a hub id."""
+    prompts: str
+    """Inputs, comma-separated: JSONL, JSON or Parquet files, folders of them, globs, or hf:org/name[:config[:split]] of
+    the Hugging Face hub. A line or row has `messages`, `prompt`, `conversations` (ShareGPT), `input_ids` or `text`."""
+    out: str
+    """Shards folder: new, empty, or of an earlier run of the same command, which is then resumed."""
+    revision: str | None = None
+    """Revision of a hub id."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What runs the target; both write the same rows, transformers more slowly."""
+    generate: bool | None = None
+    """true: the target answers every conversation (a given last response is left out); false: responses must
+    be given; unset: it answers those that do not end with a response."""
+    train_on: Literal["all", "last"] = "all"
+    """Where the response is given: all of the assistant's turns are supervised, or only the last one. Where the target
+    answers, its answer alone is supervised."""
+    prompt_column: str | None = None
+    """Column that holds the prompt (text) or the conversation (list of messages), in place of the names above."""
+    limit: int | None = None
+    """Samples at most, from the top of the first input, over all processes; unset: all."""
+    num_samples: int = 1
+    """Answers of the target to each prompt, each a row with a seed of its own; above 1 needs a temperature above 0."""
+    min_tokens: int | None = None
+    """Leave out samples whose prompt (with a given response: whose conversation) has fewer tokens; counted."""
+    max_tokens: int | None = None
+    """Leave out samples whose prompt (with a given response: whose conversation) has more tokens; counted."""
+    skip_long: bool = False
+    """Leave out conversations longer than the target's context (counted in the manifest) instead of stopping."""
+    skip_errors: bool = False
+    """Leave out malformed lines (counted in the manifest, the first three are named) instead of stopping."""
+    enable_thinking: bool = False
+    """Passed to the chat template; templates without a thinking mode ignore it."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    num_taps: int = 5
+    """Tapped layers, spread by the published rule; ignored when target_layer_ids are given."""
+    target_layer_ids: list[int] | None = None
+    """0-based layers whose outputs are tapped, in ascending order."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type in which the target computes; auto: bfloat16 on a GPU, float32 on a CPU."""
+    storage: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which hidden states are stored; float32 takes twice the space and is for parity checks."""
+    max_shard_bytes: int = 256 << 20
+    """Size at which a shard is finished, in bytes."""
+    max_num_seqs: int | None = None
+    """Conversations that the engine works on at once; unset: 64 on a CPU (transformers 16), 256 on a GPU."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one engine step at most; unset: the engine's default (vLLM only)."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the target (vLLM only)."""
+    gpu_memory_utilization: float = 0.9
+    """Share of GPU memory that the engine may take (vLLM only)."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
+    parity: int = 2
+    """Rows of this run whose states are compared with a plain forward pass of transformers; 0 for none."""
+    verify: bool = False
+    """Re-read and check every shard at the end."""
+    num_workers: int = 1
+    """Processes on this host, each with the next tensor_parallel_size GPUs of those that are visible (without GPUs:
+    with a slice of the cores). When one fails, or at Ctrl-C, all finish their shards and end."""
+    world_size: int | None = None
+    """Processes over all hosts that extract into this folder; each takes its share of the samples, by their ids.
+    Unset: num_workers."""
+    rank: int = 0
+    """Which of them this process is, 0 <= rank < world_size; with num_workers the first of its processes."""
+    dry_run: bool = False
+    """Print the plan (samples, tokens, bytes, free disk) and stop; nothing is written."""
+    show: int | None = None
+    """Print so many samples with their supervised parts marked, and stop; no engine starts and nothing is written."""
+
+    def __post_init__(self) -> None:
+        if self.parity < 0:
+            raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
+        lengths = ("min_tokens", "max_tokens", "max_num_batched_tokens", "max_shard_bytes")
+        for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; at least 1 is needed")
+        if self.target_layer_ids is not None and self.target_layer_ids != sorted(set(self.target_layer_ids)):
+            raise ValueError(f"target_layer_ids {self.target_layer_ids} must be ascending, each once")
+        if self.num_samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"num_samples is {self.num_samples}, but at temperature 0 all answers are the same; "
+                "set sampling.temperature above 0 or leave num_samples at 1"
+            )
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; no sample is left")
+        world_size = self.num_workers if self.world_size is None else self.world_size
+        if 1 <= world_size < self.num_workers:
+            raise ValueError(
+                f"world_size {world_size} is less than num_workers {self.num_workers}; it counts the processes of all "
+                "hosts: leave it out, or raise it"
+            )
+        if self.num_workers > 1 and not 0 <= self.rank <= world_size - self.num_workers:
+            raise ValueError(
+                f"rank {self.rank} is outside of 0..{world_size - self.num_workers}: it is the first of num_workers "
+                f"{self.num_workers} processes out of world_size {world_size}"
+            )
+        _ = self.shares  # checks both
+
+    @property
+    def shares(self) -> list[Share]:
+        """What the processes of this command take."""
+        world_size = self.num_workers if self.world_size is None else self.world_size
+        return [Share(self.rank + i, world_size) for i in range(self.num_workers)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this command alone takes every sample."""
+        return len(self.shares) == self.shares[0].world_size
