@@ -81,8 +81,12 @@ def _require_fit(ckpt: str, target: str, drafter: DrafterConfig, spec: TargetSpe
 
 def _warnings(spec: TargetSpec, header: dict[str, Any]) -> list[str]:
     found = []
-    for name, what in (("config_hash", "configuration"), ("template_hash", "chat template")):
-        if header.get(name) is not None and header[name] != getattr(spec, name):
+    for name, what in (
+        ("config_hash", "configuration"),
+        ("template_hash", "chat template"),
+        ("weights_hash", "weights"),
+    ):
+        if None not in (header.get(name), getattr(spec, name)) and header[name] != getattr(spec, name):
             found.append(
                 f"the target's {what} is not the one the drafter was trained with "
                 f"({getattr(spec, name)} here, {header[name]} then); acceptance may suffer"

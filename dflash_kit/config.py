@@ -98,7 +98,7 @@ def _normalised(argv: list[str], hints: dict[str, Any], stage: str) -> list[str]
             continue
         written, equals, value = arg[2:].partition("=")
         name = written.rstrip("+").replace("-", "_")
-        if name not in known:
+        if name not in known and typing.get_origin(hints.get(name.partition(".")[0])) is not dict:
             hint = nearest("--" + name, ["--" + key for key in known])
             raise KitError(f"unknown flag '--{written}' of {stage}; {hint}")
         is_bare = not equals and (position + 1 == len(argv) or argv[position + 1].startswith("--"))
@@ -147,8 +147,15 @@ def _yaml_args(values: dict[str, Any], hints: dict[str, Any], stage: str, file: 
             # Turning it into text would lose what was written: 007, 1e3 (a commit, say), yes.
             raise KitError(f"key '{name}' in {stage} of {file} is text; write it in quotes")
         else:
-            args.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+            args.append(f"--{name}={value if isinstance(value, str) else _as_json(value, name, file)}")
     return args
+
+
+def _as_json(value: Any, name: str, file: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a date, binary data, an alias of itself
+        raise KitError(f"key '{name}' of {file} holds what no setting takes ({error}); write it in quotes") from error
 
 
 def _build_parser(stage: str, cls: type, description: str) -> ArgumentParser:

@@ -36,6 +36,8 @@ HEADER_KEY = b"dflash_kit.header"
 STORAGE_TYPES = {"bfloat16": (pa.uint16(), torch.bfloat16), "float32": (pa.float32(), torch.float32)}
 # Fields that say where the target was read from; a moved folder is still the same target.
 PLACE_FIELDS = {"target_name"}
+# Fields that may be unknown (None): older shards lack them, and a hub id's weights may not have been there.
+LATER_FIELDS = ("weights_hash", "eos_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,10 @@ class ShardsHeader:
     """Hash of the tokenizer's vocabulary and rules."""
     template_hash: str | None
     """Hash of the chat template, None when the tokenizer has none."""
+    weights_hash: str | None = None
+    """Hash of the target's weights, None when they were not known."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that ended responses; None in shards of earlier versions."""
     vocab_size: int
     """Rows of the target's embedding."""
     hidden_size: int
@@ -95,6 +101,8 @@ class ShardsHeader:
             config_hash=spec.config_hash,
             tokenizer_hash=spec.tokenizer_hash,
             template_hash=spec.template_hash,
+            weights_hash=spec.weights_hash,
+            eos_token_ids=spec.eos_token_ids,
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
             target_layer_ids=layer_ids,
@@ -107,11 +115,21 @@ class ShardsHeader:
     def from_dict(cls, values: dict[str, Any]) -> "ShardsHeader":
         """Read a header; ``KitError`` for unknown or missing fields (written by another version)."""
         known = {f.name for f in fields(cls)}
-        optional = {"format_version", "layer_id_convention", "dtype", "sampling", "checksum"}
+        optional = {
+            "format_version",
+            "layer_id_convention",
+            "dtype",
+            "sampling",
+            "checksum",
+            "weights_hash",
+            "eos_token_ids",
+        }
         odd = sorted(set(values) ^ known - (optional - set(values)))
         if odd:
             raise KitError(f"shards header has unknown or missing fields {odd}; it was written by another version")
-        return cls(**{**values, "target_layer_ids": tuple(values["target_layer_ids"])})
+        lists = ("target_layer_ids", "eos_token_ids")
+        read: dict[str, Any] = {k: tuple(v) if k in lists and v is not None else v for k, v in values.items()}
+        return cls(**read)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -150,10 +168,11 @@ class ShardsHeader:
         if isinstance(other, ShardsHeader):
             names = [f.name for f in fields(self) if f.name not in PLACE_FIELDS]
         else:
-            names = ["hidden_size", "vocab_size", "config_hash", "tokenizer_hash", "template_hash"]
+            names = ["hidden_size", "vocab_size", "config_hash", "tokenizer_hash", "template_hash", *LATER_FIELDS]
         for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            unknown = name in LATER_FIELDS and None in (mine, theirs)
+            if mine != theirs and not unknown:
                 return name, _shown(mine), _shown(theirs)
         return None
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import KitError
+from .weights_identity import weights_hash
 
 # Keys of config.json that change without changing what the model computes.
 VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -57,6 +58,8 @@ class TargetSpec:
     """Hash of the tokenizer's vocabulary, merges and rules; None when the folder has no tokenizer."""
     template_hash: str | None
     """Hash of the chat template; None when there is none."""
+    weights_hash: str | None
+    """Hash of the weights, or the hub commit; None when neither is known."""
     model_type: str
     num_layers: int
     hidden_size: int
@@ -86,14 +89,27 @@ class TargetSpec:
             tokenizer = load_tokenizer(path, revision)
         except KitError:
             tokenizer = None
+        try:
+            return cls._from_configs(path, revision, config, text, tokenizer)
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise KitError(
+                f"config.json of target {path} cannot be used: {error}; restore it from the model"
+            ) from error
+
+    @classmethod
+    def _from_configs(
+        cls, path: str | Path, revision: str | None, config: Any, text: Any, tokenizer: Any
+    ) -> "TargetSpec":
         tokenizer_hash, template_hash = tokenizer_identity(tokenizer) if tokenizer is not None else (None, None)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
-            name=str(path),
+            # A folder must be found again from wherever the next stage is started.
+            name=str(Path(path).absolute()) if Path(path).is_dir() else str(path),
             revision=revision,
             config_hash=config_hash(config),
             tokenizer_hash=tokenizer_hash,
             template_hash=template_hash,
+            weights_hash=weights_hash(path, getattr(config, "_commit_hash", None)),
             model_type=text.model_type,
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
@@ -102,7 +118,7 @@ class TargetSpec:
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
             head_dim=head_dim,
             vocab_size=text.vocab_size,
-            max_position_embeddings=text.max_position_embeddings,
+            max_position_embeddings=int(text.max_position_embeddings),
             rope_theta=_rope_theta(text),
             rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             eos_token_ids=_eos_ids(path, revision, text),
@@ -118,7 +134,7 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(path), revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # values of wrong types raise errors of many kinds
         raise _unreadable(path, error) from error
 
 
@@ -145,16 +161,27 @@ def load_target(
     Raises:
         KitError: missing or unreadable weights, or an architecture that transformers does not know.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     load_config(path, revision)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path), revision=revision, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # damaged files and contradictory sizes raise errors of many kinds
         raise _unreadable(path, error) from error
+    # transformers gives these random values and a warning.
+    missing = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind, ()))
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise KitError(f"target {path} lacks {missing[0]}{more}, or holds it in another shape; restore its weights")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -290,7 +317,11 @@ def _eos_ids(path: str | Path, revision: str | None, text: Any) -> tuple[int, ..
 
     try:
         found = GenerationConfig.from_pretrained(str(path), revision=revision).eos_token_id
-    except OSError:
+    except Exception as error:  # none there (OSError), or one that cannot be read
+        if (Path(path) / "generation_config.json").exists():
+            raise KitError(
+                f"generation_config.json of target {path} cannot be read: {error}; it says which tokens end a response"
+            ) from error
         found = None
     found = text.eos_token_id if found is None else found
     if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -221,3 +221,19 @@ def test_command_line_mistake_ends_with_status_2_and_one_line(capsys: pytest.Cap
 
 def test_no_section_can_be_mistaken_for_a_key() -> None:
     assert not set(SECTIONS) & set(Example.__dataclass_fields__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMapping:
+    """Options with a mapping of any names."""
+
+    others: dict[str, Any] = field(default_factory=dict)
+    """Passed on."""
+
+
+def test_a_mapping_takes_any_name_and_a_yaml_date_is_refused(tmp_path: Path) -> None:
+    config = parse_config("extract", WithMapping, ["--others.some_name", "fp8", "--others.count=3"], description="")
+    assert config.others == {"some_name": "fp8", "count": 3}
+    recipe = write(tmp_path / "r.yaml", "others: {a: 2020-01-01}\n")
+    with pytest.raises(KitError, match="key 'others'"):
+        parse_config("extract", WithMapping, ["--config", recipe], description="")

@@ -1,17 +1,23 @@
 """The target's description, its two ends, its taps, and the mask token rule."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig
 
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TapRecorder, TargetSpec, choose_mask_token_id, config_hash, load_target, tap_layer_ids
 from dflash_kit.target_ends import TargetEnds
+from helpers import make_tiny_target
 
 
 def tiny_llama(tied: bool, **changes: object) -> LlamaForCausalLM:
@@ -211,3 +217,75 @@ def test_real_target_has_a_mask_token(smollm2: Path) -> None:
     assert mask not in (spec.pad_token_id, spec.bos_token_id, *spec.eos_token_ids)
     assert mask < spec.vocab_size and tokenizer.convert_ids_to_tokens(mask) not in (tokenizer.chat_template or "")
     assert spec.tokenizer_hash and spec.template_hash
+
+
+def broken_copy(target: Path, folder: Path, drop: str) -> Path:
+    """A target without one of its tensors."""
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[drop]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"])
+def test_a_target_that_lacks_a_tensor_is_refused(tiny_target: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(KitError, match=f"lacks {name}"):
+        load_target(broken_copy(tiny_target, tmp_path / "t", name))
+
+
+def test_a_tied_target_needs_no_head(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "t", tied=True)
+    assert "lm_head.weight" not in load_file(target / "model.safetensors")
+    load_target(target)
+
+
+def test_the_weights_hash_tells_fine_tunes_apart(tiny_target: Path, tmp_path: Path) -> None:
+    spec = TargetSpec.from_pretrained(tiny_target)
+    shutil.copytree(tiny_target, tmp_path / "same")
+    other = TargetSpec.from_pretrained(make_tiny_target(tmp_path / "other", seed=1))
+    assert TargetSpec.from_pretrained(tmp_path / "same").weights_hash == spec.weights_hash
+    assert (other.config_hash, other.tokenizer_hash) == (spec.config_hash, spec.tokenizer_hash)
+    assert other.weights_hash != spec.weights_hash
+    with pytest.raises(KitError, match="weights_hash is"):
+        make_header(spec).require_compatible(other)
+    make_header(replace(spec, weights_hash=None)).require_compatible(other)  # older shards do not know theirs
+
+
+def test_other_end_tokens_are_another_target(tiny_target: Path, tmp_path: Path) -> None:
+    spec = TargetSpec.from_pretrained(tiny_target)
+    with pytest.raises(KitError, match="eos_token_ids is"):
+        make_header(spec).require_compatible(replace(spec, eos_token_ids=(1, 2)))
+    shutil.copytree(tiny_target, tmp_path / "t")
+    (tmp_path / "t" / "generation_config.json").write_text("{")
+    with pytest.raises(KitError, match="generation_config.json"):
+        TargetSpec.from_pretrained(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": "six"}, {"max_position_embeddings": None}, {"num_attention_heads": 0}]
+)
+def test_a_config_with_values_of_wrong_types_is_one_line(
+    tiny_target: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    shutil.copytree(tiny_target, tmp_path / "t")
+    config = json.loads((tmp_path / "t" / "config.json").read_text())
+    (tmp_path / "t" / "config.json").write_text(json.dumps(config | {"head_dim": None} | change))
+
+    def use() -> None:
+        TargetSpec.from_pretrained(tmp_path / "t")
+        load_target(tmp_path / "t")
+
+    with pytest.raises(KitError):
+        use()
+
+
+def test_a_relative_folder_is_found_again_from_elsewhere(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_target.parent)
+    assert TargetSpec.from_pretrained(tiny_target.name).name == str(tiny_target)
+
+
+def make_header(spec: TargetSpec) -> ShardsHeader:
+    return ShardsHeader.from_target(
+        spec, target_layer_ids=[1], compute_dtype="float32", engine="transformers", engine_version="0"
+    )
