@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from .drafter import Drafter
 from .drafter_config import FULL
+from .hub import checkpoint_folder
 
 
 class DFlashAssistant(nn.Module):
@@ -37,8 +38,8 @@ class DFlashAssistant(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "DFlashAssistant":
-        """Load a checkpoint folder; keyword arguments go to ``Drafter.from_pretrained``."""
-        return cls(Drafter.from_pretrained(folder, **kwargs))
+        """Load a checkpoint folder or hub id; keyword arguments go to ``Drafter.from_pretrained``."""
+        return cls(Drafter.from_pretrained(checkpoint_folder(folder), **kwargs))
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +73,5 @@ class DFlashAssistant(nn.Module):
             context.append((keys[:, :, :-num_slots], values[:, :, :-num_slots]))
         context_positions = torch.arange(context[0][0].shape[2], device=slot_positions.device)
         masks = self.drafter.block_masks(context_positions, slot_positions)
-        return SimpleNamespace(
-            last_hidden_state=self.drafter.blocks(noise_embeds.to(dtype), slot_positions, context, masks)
-        )
+        hidden = self.drafter.blocks(noise_embeds.to(dtype), slot_positions, context, masks)
+        return SimpleNamespace(last_hidden_state=hidden.to(noise_embeds.dtype))  # as the target's head needs it

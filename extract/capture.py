@@ -48,6 +48,8 @@ class Progress:
     """Their tokens, prompts included."""
     num_bytes: int
     """Size of finished shards by now, those of earlier runs included."""
+    num_said: int = 0
+    """Tokens that the target has said since the last report, in answers that are not finished as well."""
 
 
 class Capture(Protocol):

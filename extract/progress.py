@@ -17,7 +17,7 @@ class Tally:
     """Counts what an engine reports, and the seconds since it began; shows nothing."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_tokens = self.num_bytes = 0
+        self.num_rows = self.num_tokens = self.num_bytes = self.num_said = 0
         self._t0 = self._first_s = time.monotonic()
 
     @property
@@ -45,6 +45,7 @@ class Tally:
         self.num_rows += report.num_rows
         self.num_tokens += report.num_tokens
         self.num_bytes = report.num_bytes
+        self.num_said += report.num_said
 
     def totals(self) -> dict[str, float]:
         """What the last line of output says about the work."""
@@ -113,12 +114,22 @@ class ExtractionProgress(Tally):
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            print(f"{self._label} {self.num_rows}/{self._total_rows} rows, {self._rates()}", file=sys.stderr)
+            done = f"{self._label} {self.num_rows}/{self._total_rows} rows"
+            print(f"{done}, {self._rates()}, {self._time_left()}", file=sys.stderr)
 
     def _rates(self) -> str:
         seconds = max(self.working_s, 1e-9)
         drops = f", {self._num_drops} dropped" if self._num_drops else ""
+        said = (
+            f"{self.num_said / seconds:.0f} said/s, " if self.num_said else ""
+        )  # rows end together, words come steadily
         return (
-            f"{self.num_rows / seconds:.1f} rows/s, {self.num_tokens / seconds:.0f} tokens/s, "
+            f"{self.num_rows / seconds:.2g} rows/s, {self.num_tokens / seconds:.0f} tokens/s, {said}"
             f"{self.num_bytes / 2**20:.0f} MiB in shards{drops}"
         )
+
+    def _time_left(self) -> str:
+        if self.num_rows == 0:
+            return "no row is finished yet"
+        left_s = (self._total_rows - self.num_rows) * self.working_s / self.num_rows
+        return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"

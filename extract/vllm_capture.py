@@ -166,6 +166,8 @@ class _Run:
         self._job = job
         self._waiting = deque(samples)
         self._in_flight: set[str] = set()  # ids of samples whose rows have not been accepted
+        self._said: dict[str, int] = {}  # tokens of unfinished answers
+        self._num_said = 0
         self._next_status_s = 0.0
 
     def run(self) -> Iterator[Progress]:
@@ -235,6 +237,10 @@ class _Run:
 
     def _take_outputs(self, outputs: list[Any]) -> None:
         for output in outputs:
+            num_tokens = len(output.outputs[0].token_ids)
+            self._num_said += num_tokens - self._said.pop(output.request_id, 0)
+            if not output.finished:
+                self._said[output.request_id] = num_tokens
             reason = output.outputs[0].finish_reason
             if output.finished and reason not in ("stop", "length", "repetition"):
                 raise KitError(f"sample {output.request_id}: vLLM ended it with {reason!r} instead of an answer")
@@ -251,7 +257,8 @@ class _Run:
             raise KitError(status["error"])
         self._in_flight.difference_update(sample_id for sample_id, _ in status["accepted"])
         num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
-        return Progress(len(status["accepted"]), num_tokens, status["bytes"])
+        said, self._num_said = self._num_said, 0
+        return Progress(len(status["accepted"]), num_tokens, status["bytes"], said)
 
 
 def _stop(engine: Any) -> None:

@@ -20,6 +20,7 @@ from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.hub import HUB_FILES
 from dflash_kit.replay import replay
 from dflash_kit.shards import open_shards
 from dflash_kit.target_ends import TargetEnds
@@ -311,7 +312,7 @@ def test_only_config_and_safetensors_are_fetched() -> None:
     files = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     others = ["pytorch_model.bin", "dflash.py", "modeling_dflash.py", "optimizer.pt", "README.md", "tokenizer.json"]
     others += ["provenance.json", "generation_config.json"]
-    assert list(filter_repo_objects(files + others, allow_patterns=origin.HUB_FILES)) == files
+    assert list(filter_repo_objects(files + others, allow_patterns=list(HUB_FILES))) == files
 
 
 def test_a_repository_that_moved_on_does_not_disturb_a_run_under_way(

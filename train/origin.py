@@ -11,14 +11,12 @@ from dflash_kit.checkpoint import read_config, read_provenance, weights_sha256
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.hub import checkpoint_folder
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
 
 from .settings import DrafterSettings, TrainConfig
 from .state import RunFolder
-
-HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-"""All that is fetched of a hub id; the index names the files of weights that are split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +63,7 @@ def find_origin(config: TrainConfig, run: RunFolder) -> Origin | None:
             weights_sha256=before["weights_sha256"],
             folder=None,
         )
-    folder = _local_folder(config.init)
+    folder = checkpoint_folder(config.init, "init")
     return Origin(
         name=config.init,
         config=DrafterConfig.from_dict(read_config(folder)),
@@ -140,18 +138,3 @@ def _flag_of(drafter: DrafterConfig, kind: str) -> bool | str | None:
     if len(set(flags)) > 1:
         return f"layer by layer {flags}"
     return flags[0] if flags else None
-
-
-def _local_folder(name: str) -> Path:
-    """The folder itself, or the files of a hub id in the hub's cache."""
-    if name and Path(name).is_dir():
-        return Path(name)
-    if name.count("/") != 1 or not all(name.split("/")) or name[0] in "./~":
-        raise KitError(f"init is {name!r}; it must be a folder with config.json and safetensors, or a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub's client raises its HTTP library's errors, which differ by version
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KitError(f"init {name!r} is no folder here and cannot be fetched from the hub: {first}") from error

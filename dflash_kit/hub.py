@@ -1,0 +1,32 @@
+"""Drafter checkpoints by name: a folder, or a hub id whose published files are fetched into the hub's own cache."""
+
+from pathlib import Path
+
+from .errors import KitError
+
+HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+"""All that is fetched of a hub id; the index names the files of weights that are split."""
+
+
+def checkpoint_folder(name: str | Path, what: str = "checkpoint") -> Path:
+    """The folder itself, or the files of a hub id in the hub's cache.
+
+    Args:
+        name: folder or ``organisation/name``.
+        what: what it is called in messages.
+
+    Raises:
+        KitError: neither a folder nor a hub id, or one that cannot be fetched.
+    """
+    text = str(name)
+    if text and Path(text).is_dir():
+        return Path(text)
+    if text.count("/") != 1 or not all(text.split("/")) or text[0] in "./~":
+        raise KitError(f"{what} is {text!r}; it must be a folder with config.json and safetensors, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(text, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub's client raises its HTTP library's errors, which differ by version
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise KitError(f"{what} {text!r} is no folder here and cannot be fetched from the hub: {first}") from error
