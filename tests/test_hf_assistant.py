@@ -1,18 +1,20 @@
 """Our checkpoints drive transformers' own DFlash decoding, and its output stays the target's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_drafter import tiny_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_kit.drafter_config import FULL, SLIDING
+from dflash_kit.errors import KitError
 from dflash_kit.hf_assistant import DFlashAssistant
 
 
-@pytest.mark.parametrize("kinds", [(FULL, FULL), (SLIDING, FULL)])
-def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ...], tmp_path: object) -> None:
+def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    target = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=50,
             hidden_size=32,
@@ -25,9 +27,14 @@ def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ..
             pad_token_id=0,
         )
     ).eval()
+
+
+@pytest.mark.parametrize("kinds", [(FULL, FULL), (SLIDING, FULL)])
+def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    target = tiny_llama()
     drafter = tiny_drafter(layer_types=kinds, layer_causal=tuple(k == SLIDING for k in kinds))
-    drafter.save_pretrained(tmp_path / "drafter", dtype=torch.float32)  # type: ignore[operator]
-    assistant = DFlashAssistant.from_pretrained(tmp_path / "drafter")  # type: ignore[operator]
+    drafter.save_pretrained(tmp_path / "drafter", dtype=torch.float32)
+    assistant = DFlashAssistant.from_pretrained(tmp_path / "drafter")
     rounds: list[tuple[torch.Tensor, ...]] = []
     assistant.register_forward_hook(
         lambda _module, _args, k, out: rounds.append(
@@ -50,3 +57,20 @@ def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ..
         whole = assistant.drafter(noise, taps, torch.arange(start + 4)[None])
         torch.testing.assert_close(hidden, whole, atol=1e-5, rtol=1e-5)
     assert assistant.drafter.config.target_layer_ids == (1, 3) and assistant.config.target_layer_ids == [2, 4]
+
+
+def test_a_checkpoint_stored_in_bfloat16_serves_a_float32_target(tmp_path: Path) -> None:
+    target, prompt = tiny_llama(), torch.randint(1, 49, (1, 9))
+    tiny_drafter().save_pretrained(tmp_path / "drafter")
+    assistant = DFlashAssistant.from_pretrained(tmp_path / "drafter")
+    assert assistant.drafter.fc.weight.dtype == torch.bfloat16
+    plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    drafted = target.generate(
+        prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant, speculation_type="dflash"
+    )
+    assert torch.equal(plain, drafted)
+
+
+def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KitError, match="must be a folder"):
+        DFlashAssistant.from_pretrained(tmp_path / "nothing")
