@@ -46,7 +46,8 @@ class EvalConfig:
     seed: int = 0
     """Seed of sampling; every response has its own stream."""
     out: str | None = None
-    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report."""
+    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report,
+    or CKPT-replay with replay."""
     replay: str | None = None
     """Shards folder: replay acceptance from it instead of decoding live; the report then has no speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -117,7 +118,8 @@ class EvalConfig:
     @property
     def out_folder(self) -> Path:
         """Where the report goes."""
-        return Path(self.out) if self.out is not None else Path(str(Path(self.ckpt)) + "-report")
+        beside = "-report" if self.replay is None else "-replay"
+        return Path(self.out) if self.out is not None else Path(str(Path(self.ckpt)) + beside)
 
     def decoding_methods(self, num_draft_tokens: int) -> list[tuple[str, int]]:
         """Name and budget of everything to decode with, the baseline first."""
