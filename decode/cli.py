@@ -1,6 +1,7 @@
 """The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
 
 import sys
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -47,12 +48,23 @@ def main(argv: list[str] | None = None) -> int:
         methods = [method for method in methods if method[0] != "ar"]
         if not methods:
             raise KitError("replay measures drafting: methods needs chain or ddtree")
-    store = ResultStore(config.out_folder, _settings(config, inputs, device, dtype))
-    require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
-    run = _replay if config.replay is not None else _decode
-    results = run(config, inputs, store, methods, device, dtype)
-    if results is None:
-        return 0
+    with closing(ResultStore(config.out_folder, _settings(config, inputs, device, dtype))) as store:
+        require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
+        run = _replay if config.replay is not None else _decode
+        results = run(config, inputs, store, methods, device, dtype)
+        return 0 if results is None else _report(config, inputs, results, methods, device, dtype, argv)
+
+
+def _report(
+    config: EvalConfig,
+    inputs: Inputs,
+    results: list[PromptResult],
+    methods: list[tuple[str, int]],
+    device: str,
+    dtype: str,
+    argv: list[str] | None,
+) -> int:
+    """Write and print the report, judge it, publish the checkpoint if asked; the exit status."""
     temperature = config.temperature if config.replay is None else _recorded_temperature(config, inputs)
     report = build_report(
         results,
@@ -61,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
-    write_report(config.out_folder, report)
+    try:
+        write_report(config.out_folder, report)
+    except OSError as error:
+        raise KitError(f"report in {config.out_folder} cannot be written: {error}; mend that and run again") from error
     print_report(report)
     print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
     status = _judge(config, results, dtype)
