@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import KitError, require_dir_empty
+from .finite import is_finite
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -81,7 +82,7 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
         expected: the drafter's own state dict; only names and shapes are used.
 
     Raises:
-        KitError: names the first missing, unknown or misshapen tensors.
+        KitError: names the first missing, unknown, misshapen or non-finite tensors.
     """
     files = _tensor_files(Path(folder))
     found: dict[str, Tensor] = {}
@@ -101,6 +102,10 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
         if tensor.shape != expected[name].shape:
             raise KitError(
                 f"checkpoint {folder}: {name} has shape {tuple(tensor.shape)}, its config asks for {tuple(expected[name].shape)}"
+            )
+        if not is_finite(tensor):
+            raise KitError(
+                f"checkpoint {folder}: {name} holds NaN or infinity, so its drafts mean nothing; take an earlier checkpoint"
             )
     return found
 

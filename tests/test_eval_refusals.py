@@ -1,0 +1,127 @@
+"""What the evaluation command refuses, as users see it: status 2, one line on stderr, no traceback."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from drafting import decode_once, make_engine, record_row, tiny_drafter
+from safetensors.torch import load_file, save_file
+
+from decode.cli import main
+from decode.fused_engine import FusedEngine
+from dflash_kit.errors import KitError, run_cli
+from dflash_kit.shards import ShardsHeader, ShardWriter
+from dflash_kit.target import TargetSpec, load_target
+from helpers import make_tiny_target
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, an untrained drafter, one prompt, and a shard of one answer."""
+    root = tmp_path_factory.mktemp("refusals")
+    target = make_tiny_target(root / "target")
+    spec, model = TargetSpec.from_pretrained(target), load_target(target)
+    drafter, _ = tiny_drafter(target)
+    (root / "prompts.jsonl").write_text(json.dumps({"id": "one", "prompt": "Say hello."}) + "\n")
+    header = ShardsHeader.from_target(
+        spec,
+        target_layer_ids=drafter.config.target_layer_ids,
+        dtype="float32",
+        compute_dtype="float32",
+        engine="test",
+        engine_version="0",
+        sampling={"temperature": 0.0},
+    )
+    prompt = list(b"Say hello.")
+    said = decode_once(make_engine(model, None, eos=()), prompt, "ar", 0, 8).token_ids
+    with ShardWriter(root / "shards", header) as writer:
+        writer.add(record_row(model, drafter, prompt, said, "one"))
+    drafter.save_pretrained(root / "drafter", dtype=torch.float32, provenance={"target": str(target)})
+    return root
+
+
+@pytest.fixture
+def refuse(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Run the command, see that it is refused, and return its line; nothing may have been decoded."""
+
+    def run(*flags: str, decoded_nothing: bool = True) -> str:
+        capsys.readouterr()
+        defaults = {
+            "--ckpt": made / "drafter",
+            "--benchmarks": made / "prompts.jsonl",
+            "--max_new_tokens": 8,
+            "--out": tmp_path / "out",
+        }
+        given = {flag.partition("=")[0] for flag in flags}
+        argv = [f"{name}={value}" for name, value in defaults.items() if name not in given]
+        assert run_cli(main, [*argv, *flags]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert not (tmp_path / "out" / "report.json").exists()
+        assert not decoded_nothing or not (tmp_path / "out").exists()
+        return lines[0]
+
+    return run
+
+
+def damage(folder: Path, copy: Path, name: str, value: float = float("nan")) -> Path:
+    """A copy of a model folder with one number of one tensor replaced."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def test_a_folder_that_is_being_written(made: Path, tmp_path: Path, refuse: Refuse) -> None:
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    with (busy / "results.jsonl").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another process is writing" in refuse(f"--out={busy}")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_drafter_with_a_number_that_is_none(
+    made: Path, tmp_path: Path, refuse: Refuse, name: str, value: float
+) -> None:
+    ckpt = damage(made / "drafter", tmp_path / "damaged", name, value)
+    for flags in ((), (f"--replay={made / 'shards'}",)):
+        assert f"{name} holds NaN or infinity" in refuse(f"--ckpt={ckpt}", *flags)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.mlp.up_proj.weight"])
+def test_target_with_a_number_that_is_none(made: Path, tmp_path: Path, refuse: Refuse, name: str) -> None:
+    """Its argmax is the NaN whatever is drafted: it used to accept every draft and end with status 0."""
+    target = damage(made / "target", tmp_path / "damaged", name)
+    error = refuse(f"--target={target}", decoded_nothing=False)
+    assert "logits behind prompt one of" in error
+    assert "NaN" in error
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_replay_with_damaged_ends_of_the_target(made: Path, tmp_path: Path, refuse: Refuse, name: str) -> None:
+    target = damage(made / "target", tmp_path / "damaged", name)
+    assert f"{name} holds NaN or infinity" in refuse(f"--target={target}", f"--replay={made / 'shards'}")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_fused_engine_checks_the_logits_of_a_prompt(bad: float) -> None:
+    """Its kernels need a GPU, so a stub stands for its target."""
+    logits = torch.tensor([0.5, -float("inf"), 2.0])  # a masked token is no fault
+    engine = FusedEngine.__new__(FusedEngine)
+    engine.max_context = 9
+    engine.target = Mock(device=torch.device("cpu"))
+    engine.target.prefill.return_value = logits, torch.tensor([2])
+    assert engine.prefill([1, 2], 4, 4, "one").max_new_tokens == 4
+    logits[0] = bad
+    with pytest.raises(KitError, match="prompt one"):
+        engine.prefill([1, 2], 4, 4, "one")
