@@ -11,7 +11,7 @@ from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
-from dflash_kit.publish import plan_publication, push
+from dflash_kit.publish import check_publication, plan_publication, push
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     inputs = read_inputs(config)
+    if config.push_to_hub is not None:
+        check_publication(config.ckpt, config.push_to_hub, config.base_model)
     for text in inputs.warnings:
         print(f"warning: {text}", file=sys.stderr)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)

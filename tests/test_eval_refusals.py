@@ -125,3 +125,18 @@ def test_fused_engine_checks_the_logits_of_a_prompt(bad: float) -> None:
     logits[0] = bad
     with pytest.raises(KitError, match="prompt one"):
         engine.prefill([1, 2], 4, 4, "one")
+
+
+@pytest.mark.parametrize("name", ["foo", "../b", "a/", "a/b/c", "a/b c", "a/-b", "/tmp"])
+@pytest.mark.parametrize("more", [(), ("--dry_run",), ("--push_dry_run",)])
+def test_a_name_that_the_hub_does_not_take(refuse: Refuse, name: str, more: tuple[str, ...]) -> None:
+    assert f"push_to_hub is {name!r}" in refuse(f"--push_to_hub={name}", "--base_model=org/target", *more)
+
+
+@pytest.mark.parametrize("base", [None, "../b", "a/b/c"])
+def test_a_card_without_a_hub_id_of_the_target(made: Path, refuse: Refuse, base: str | None) -> None:
+    """The checkpoint names a folder, which says nothing to others."""
+    named = () if base is None else (f"--base_model={base}",)
+    for more in ((), ("--dry_run",)):
+        error = refuse("--push_to_hub=org/drafter", *named, *more)
+        assert f"the target is {base or str(made / 'target')!r} here" in error
