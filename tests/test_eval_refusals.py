@@ -16,7 +16,7 @@ from decode.cli import main
 from decode.fused_engine import FusedEngine
 from dflash_kit.errors import KitError, run_cli
 from dflash_kit.shards import ShardsHeader, ShardWriter
-from dflash_kit.target import TargetSpec, load_target
+from dflash_kit.target import TargetSpec, digest, load_target
 from helpers import make_tiny_target
 
 Refuse = Callable[..., str]
@@ -140,3 +140,49 @@ def test_a_card_without_a_hub_id_of_the_target(made: Path, refuse: Refuse, base:
     for more in ((), ("--dry_run",)):
         error = refuse("--push_to_hub=org/drafter", *named, *more)
         assert f"the target is {base or str(made / 'target')!r} here" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (r'{"prompt": "half \ud800"}', "half of a surrogate pair"),
+        (r'{"id": "\udfff", "prompt": "whole"}', "half of a surrogate pair"),
+        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', "half of a surrogate pair"),
+        ('{"prompt": ' + "[" * 100_000, "recursion"),
+        ("5", "a row is a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_prompt(tmp_path: Path, refuse: Refuse, line: str, words: str) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    error = refuse(f"--benchmarks={file}")
+    assert "odd.jsonl line 2" in error
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    "content", ["5", "[]", '"text"', "{", "[" * 100_000, '{"shards_header": 5}', '{"target": "t", "metrics": []}']
+)
+def test_a_provenance_that_is_none(made: Path, tmp_path: Path, refuse: Refuse, content: str) -> None:
+    ckpt = shutil.copytree(made / "drafter", tmp_path / "drafter")
+    (ckpt / "provenance.json").write_text(content)
+    assert "provenance.json" in refuse(f"--ckpt={ckpt}")
+
+
+@pytest.mark.parametrize("content", ["5", "{", "[" * 100_000])
+def test_a_config_that_is_no_object(made: Path, tmp_path: Path, refuse: Refuse, content: str) -> None:
+    ckpt = shutil.copytree(made / "drafter", tmp_path / "drafter")
+    (ckpt / "config.json").write_text(content)
+    assert "config.json" in refuse(f"--ckpt={ckpt}")
+
+
+def test_a_report_folder_that_cannot_be(tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        for more in ((), ("--dry_run",)):
+            assert "--out" in refuse(f"--out={folder}", *more)
+
+
+def test_a_file_name_that_is_not_utf8_has_a_digest() -> None:
+    assert digest(["\udcff"]) != digest(["\udcfe"])
+    assert digest(["ä"]) == "7f3893820e8c5a3a837f9433c5f0070d"
