@@ -186,3 +186,39 @@ def test_a_report_folder_that_cannot_be(tmp_path: Path, refuse: Refuse) -> None:
 def test_a_file_name_that_is_not_utf8_has_a_digest() -> None:
     assert digest(["\udcff"]) != digest(["\udcfe"])
     assert digest(["ä"]) == "7f3893820e8c5a3a837f9433c5f0070d"
+
+
+def change_config(ckpt: Path, copy: Path, key: str, value: object) -> Path:
+    """A copy of a checkpoint with one value of its ``config.json`` replaced, wherever it stands."""
+    shutil.copytree(ckpt, copy)
+    raw = json.loads((copy / "config.json").read_text())
+    for values in (raw, raw["dflash_config"]):
+        if key in values:
+            values[key] = value
+    (copy / "config.json").write_text(json.dumps(raw))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", "two"),
+        ("target_layer_ids", "123"),
+        ("target_layer_ids", 3),
+        ("dflash_config", [1, 2]),
+        ("num_key_value_heads", 0),
+        ("hidden_size", "64"),
+    ],
+)
+def test_a_config_with_a_wrong_type(made: Path, tmp_path: Path, refuse: Refuse, key: str, value: object) -> None:
+    ckpt = change_config(made / "drafter", tmp_path / "odd", key, value)
+    assert f"{key} = {value!r}; it must be" in refuse(f"--ckpt={ckpt}")
+
+
+def test_a_mask_token_that_the_target_says(made: Path, tmp_path: Path, refuse: Refuse) -> None:
+    spec = TargetSpec.from_pretrained(made / "target")
+    for token_id in {spec.pad_token_id, *spec.eos_token_ids}:
+        ckpt = change_config(made / "drafter", tmp_path / f"mask{token_id}", "mask_token_id", token_id)
+        for more in ((), ("--dry_run",), (f"--replay={made / 'shards'}",)):
+            error = refuse(f"--ckpt={ckpt}", *more)
+            assert f"mask_token_id {token_id} is the target's pad, bos or eos token" in error
