@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.cli import main
 from decode.fused_engine import FusedEngine
+from decode.settings import EvalConfig
 from dflash_kit.errors import KitError, run_cli
 from dflash_kit.shards import ShardsHeader, ShardWriter
 from dflash_kit.target import TargetSpec, digest, load_target
@@ -222,3 +223,20 @@ def test_a_mask_token_that_the_target_says(made: Path, tmp_path: Path, refuse: R
         for more in ((), ("--dry_run",), (f"--replay={made / 'shards'}",)):
             error = refuse(f"--ckpt={ckpt}", *more)
             assert f"mask_token_id {token_id} is the target's pad, bos or eos token" in error
+
+
+@pytest.mark.parametrize("budgets", ["²", "60000", "4097", "16,4097", "٣", "0", "-1", "1e3", "9" * 5000])
+def test_a_budget_that_is_out_of_range(refuse: Refuse, budgets: str) -> None:
+    error = refuse(f"--budgets={budgets}")
+    assert "budgets is" in error
+    assert "whole numbers from 1 to 4096" in error
+
+
+@pytest.mark.parametrize("temperature", ["1e-40", "0.009", "-1", "nan", ".inf", "1e30"])
+def test_a_temperature_that_is_out_of_range(refuse: Refuse, temperature: str) -> None:
+    assert "temperature" in refuse(f"--temperature={temperature}")
+
+
+def test_limits_themselves_are_allowed(made: Path) -> None:
+    config = EvalConfig(ckpt=str(made), budgets="1,4096", temperature=0.01)
+    assert config.budget_list == [1, 4096]
