@@ -1,6 +1,7 @@
 """The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
 
 import sys
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
-from dflash_kit.publish import plan_publication, push
+from dflash_kit.publish import check_publication, plan_publication, push
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
@@ -40,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     inputs = read_inputs(config)
+    if config.push_to_hub is not None:
+        check_publication(config.ckpt, config.push_to_hub, config.base_model)
     for text in inputs.warnings:
         print(f"warning: {text}", file=sys.stderr)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
@@ -47,12 +50,23 @@ def main(argv: list[str] | None = None) -> int:
         methods = [method for method in methods if method[0] != "ar"]
         if not methods:
             raise KitError("replay measures drafting: methods needs chain or ddtree")
-    store = ResultStore(config.out_folder, _settings(config, inputs, device, dtype))
-    require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
-    run = _replay if config.replay is not None else _decode
-    results = run(config, inputs, store, methods, device, dtype)
-    if results is None:
-        return 0
+    with closing(ResultStore(config.out_folder, _settings(config, inputs, device, dtype))) as store:
+        require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
+        run = _replay if config.replay is not None else _decode
+        results = run(config, inputs, store, methods, device, dtype)
+        return 0 if results is None else _report(config, inputs, results, methods, device, dtype, argv)
+
+
+def _report(
+    config: EvalConfig,
+    inputs: Inputs,
+    results: list[PromptResult],
+    methods: list[tuple[str, int]],
+    device: str,
+    dtype: str,
+    argv: list[str] | None,
+) -> int:
+    """Write and print the report, judge it, publish the checkpoint if asked; the exit status."""
     temperature = config.temperature if config.replay is None else _recorded_temperature(config, inputs)
     report = build_report(
         results,
@@ -61,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
-    write_report(config.out_folder, report)
+    try:
+        write_report(config.out_folder, report)
+    except OSError as error:
+        raise KitError(f"report in {config.out_folder} cannot be written: {error}; mend that and run again") from error
     print_report(report)
     print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
     status = _judge(config, results, dtype)

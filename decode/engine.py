@@ -92,7 +92,7 @@ class Engine:
             prompt_id: for the message.
 
         Raises:
-            KitError: the prompt fills the context.
+            KitError: the prompt fills the context, or the target's logits behind it are not finite.
         """
         num_tokens = len(prompt_ids)
         require_context(num_tokens, self.max_context, prompt_id)
@@ -100,6 +100,7 @@ class Engine:
         start_s = self._now_s()
         self.target.reserve(num_tokens + max_new_tokens + max_budget + 1)
         logits, taps = self.target.prefill(torch.tensor(prompt_ids, device=self.target.device))
+        require_finite(logits, prompt_id)
         if self.drafter is not None:
             capacity = num_tokens + max_new_tokens
             if self._draft_cache is None or self._draft_cache.positions.numel() < capacity:
@@ -217,6 +218,19 @@ def require_context(num_tokens: int, max_context: int, prompt_id: str) -> None:
         raise KitError(
             f"prompt {prompt_id} has {num_tokens} tokens; 1 to {max_context - 1} fit the target's context of "
             f"{max_context} with room for an answer"
+        )
+
+
+def require_finite(logits: Tensor, prompt_id: str) -> None:
+    """Refuse a target whose logits (V,) hold NaN: every draft would agree with it. Minus infinity may mask tokens.
+
+    Raises:
+        KitError: naming the prompt.
+    """
+    if not bool(logits.max().isfinite()):  # NaN is the largest of all
+        raise KitError(
+            f"the target's logits behind prompt {prompt_id} are NaN or infinite; its weights are damaged, or its numbers "
+            "overflow in this dtype: fetch the target again, or use --dtype float32"
         )
 
 

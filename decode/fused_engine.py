@@ -15,7 +15,7 @@ from dflash_kit.acceptance import CHAIN, RoundLog
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 
-from .engine import Generation, Method, Prefix, require_context
+from .engine import Generation, Method, Prefix, require_context, require_finite
 from .fused_drafter import FusedDrafter
 from .fused_round import GreedyRound
 from .fused_target import FusedTarget, check_supported, padded_rows
@@ -76,6 +76,7 @@ class FusedEngine:
         start_s = self._now_s()
         ids = torch.tensor(prompt_ids, device=self.target.device)
         logits, choice = self.target.prefill(ids, lambda taps, _start: self.drafter.extend(taps))
+        require_finite(logits, prompt_id)
         self._first = choice.clone()
         limit = min(max_new_tokens, self.max_context - len(prompt_ids))
         return Prefix(len(prompt_ids), limit, logits.clone(), self._now_s() - start_s)

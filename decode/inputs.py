@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_kit.checkpoint import read_config, read_provenance
-from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.drafter_config import DrafterConfig, require_reserved
 from dflash_kit.errors import KitError
 from dflash_kit.target import TargetSpec, load_config
 
@@ -72,6 +72,10 @@ def _require_fit(ckpt: str, target: str, drafter: DrafterConfig, spec: TargetSpe
                 f"checkpoint {ckpt} does not fit target {target}: {what} is {ours} in the checkpoint and {theirs} in "
                 "the target; give the target that it was trained for with --target"
             )
+    try:
+        require_reserved(drafter.mask_token_id, spec)
+    except KitError as error:
+        raise KitError(f"checkpoint {ckpt} does not fit target {target}: {error}") from error
     last = max(drafter.target_layer_ids)
     if last >= spec.num_layers:
         raise KitError(

@@ -3,16 +3,18 @@
 ``results.jsonl`` begins with the settings; every further line is one prompt with the rounds of all its responses.
 """
 
+import fcntl
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflash_kit.acceptance import RoundLog
 from dflash_kit.errors import KitError, require_dir_empty
+from dflash_kit.shard_journal import is_being_written
 
 RESULTS_NAME = "results.jsonl"
 Method = tuple[str, int]
@@ -81,34 +83,61 @@ class PromptResult:
 
 
 class ResultStore:
-    """The results file of one report folder.
+    """The results file of one report folder. One process at a time writes it: it holds a lock from ``open`` to ``close``.
 
     Args:
         folder: new, empty, or of an earlier run with the same settings.
         settings: all that decides the results, as plain values.
 
     Raises:
-        KitError: the folder holds something else, or results of other settings (the first difference is named).
+        KitError: the folder cannot be written, is being written by another process, or holds something else, results
+            of other settings (the first difference is named) or a prompt twice.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self._settings = folder, json.loads(json.dumps(settings))
         self._file = folder / RESULTS_NAME
-        self.results: list[PromptResult] = []
-        self._finished: set[tuple[str, str]] = set()
-        self._whole_bytes = 0
+        self._lock: BinaryIO | None = None
+        self._clear()
+        _require_writable(folder)
         if self._file.exists():
+            if is_being_written(self._file):
+                raise self._is_taken()
             self._resume()
         else:
             require_dir_empty(folder, "report folder")
 
     def open(self) -> None:
-        """Create folder and file, or cut off a line that a kill left unfinished; nothing was written before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._file.exists():
-            os.truncate(self._file, self._whole_bytes)
+        """Lock the file, made if need be, and cut off a line that a kill left unfinished; nothing was written before.
+
+        Results that another run has added since are taken over.
+
+        Raises:
+            KitError: another process writes here, or the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._file.open("a+b")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise self._is_taken() from error
+        except OSError as error:
+            self.close()
+            raise KitError(
+                f"report folder {self.folder} cannot be written: {error.strerror}; name another with --out"
+            ) from error
+        self._clear()
+        self._resume()
+        os.truncate(self._file, self._whole_bytes)
         if self._whole_bytes == 0:
             self._append({"settings": self._settings})
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def has(self, benchmark: str, prompt_id: str) -> bool:
         """Whether this prompt is finished."""
@@ -119,9 +148,19 @@ class ResultStore:
         self._append(result.to_dict())
         self._keep(result)
 
+    def _clear(self) -> None:
+        self.results: list[PromptResult] = []
+        self._finished: set[tuple[str, str]] = set()
+        self._whole_bytes = 0
+
     def _keep(self, result: PromptResult) -> None:
         self.results.append(result)
         self._finished.add((result.benchmark, result.prompt_id))
+
+    def _is_taken(self) -> KitError:
+        return KitError(
+            f"another process is writing {self._file}; wait for it or stop it, or name another folder with --out"
+        )
 
     def _append(self, values: dict[str, Any]) -> None:
         try:
@@ -135,22 +174,65 @@ class ResultStore:
             ) from error
 
     def _resume(self) -> None:
-        content = self._file.read_bytes()
-        self._whole_bytes = content.rfind(b"\n") + 1
-        lines = content[: self._whole_bytes].decode("utf-8").splitlines()
         try:
-            records = [json.loads(line) for line in lines]
-            there = records[0]["settings"] if records else self._settings
-            for record in records[1:]:
-                self._keep(PromptResult.from_dict(record))
-        except (ValueError, KeyError, TypeError) as error:
-            raise KitError(f"{self._file} is not a results file ({error}); name a new folder with --out") from error
+            content = self._file.read_bytes()
+        except OSError as error:
+            raise KitError(f"{self._file} cannot be read: {error.strerror}; name a new folder with --out") from error
+        self._whole_bytes = content.rfind(b"\n") + 1
+        try:
+            there, results = _parse(content[: self._whole_bytes])
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
+            raise KitError(f"{self._file} is not a results file ({reason}); name a new folder with --out") from error
+        there = self._settings if there is None else there
         for name in sorted(set(there) | set(self._settings)):
             if there.get(name) != self._settings.get(name):
                 raise KitError(
                     f"report folder {self.folder} holds results with {name} = {there.get(name)}, but this run has "
                     f"{name} = {self._settings.get(name)}; name a new folder with --out"
                 )
+        for result in results:
+            if self.has(result.benchmark, result.prompt_id):
+                raise KitError(
+                    f"{self._file} holds prompt {result.prompt_id} of {result.benchmark} twice, which would count it "
+                    "twice; delete one of the two lines, or name a new folder with --out"
+                )
+            self._keep(result)
+
+
+def _parse(content: bytes) -> tuple[dict[str, Any] | None, list[PromptResult]]:
+    """Settings (None: there is no line yet) and results of complete lines; raises what malformed ones make it raise."""
+    records = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]
+    if not records:
+        return None, []
+    settings = records[0]["settings"]
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings is {settings!r}")
+    results = [PromptResult.from_dict(record) for record in records[1:]]
+    for result in results:
+        if not isinstance(result.benchmark, str) or not isinstance(result.prompt_id, str):
+            raise TypeError(f"a prompt is named {result.prompt_id!r} of {result.benchmark!r}")
+        if not all(type(count) is int for response in result.responses for count in response.log.num_accepted):
+            raise TypeError(f"num_accepted of prompt {result.prompt_id} are not whole numbers")
+    return settings, results
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written before anything is decoded.
+
+    Raises:
+        KitError: naming the folder, and the part of its path that stands in the way.
+    """
+    try:
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        reason = "is read-only here" if existing.is_dir() else "is a file"
+        is_fine = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a null byte
+        raise KitError(f"report folder {str(folder)!r} cannot be used: {error}; name another with --out") from error
+    if not is_fine:
+        raise KitError(f"report folder {folder} cannot be written: {existing} {reason}; name another with --out")
 
 
 def count_differences(ours: Iterable[int], baseline: Iterable[int]) -> int:

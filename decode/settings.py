@@ -1,5 +1,6 @@
 """Options of `decode/eval.py`, and what they ask to be decoded."""
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,11 @@ METHOD_NAMES = (AR, CHAIN, DDTREE)
 # Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
 PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Below, dividing logits by it overflows; above, nothing is left of them."""
+MAX_BUDGET = 4096
+"""A verification attends from every node to every node: beyond this it takes more memory than the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +38,7 @@ class EvalConfig:
     max_new_tokens: int = 2048
     """Tokens of a response at most."""
     temperature: float = 0.0
-    """Of the target's softmax; 0 is greedy. Draft logits are never tempered."""
+    """Of the target's softmax; 0 is greedy, else 0.01 to 100. Draft logits are never tempered."""
     top_p: float = 1.0
     """At a temperature above 0, the likeliest tokens with this much probability are sampled from; 1: all."""
     top_k: int = 0
@@ -40,7 +46,7 @@ class EvalConfig:
     methods: str = "ar,chain,ddtree"
     """What to decode with: ar is the baseline of speed-ups and of the lossless check."""
     budgets: str = "16,64"
-    """Tree budgets of ddtree: nodes at most, the anchor not counted."""
+    """Tree budgets of ddtree: nodes at most, 1 to 4096, the anchor not counted."""
     enable_thinking: bool = False
     """Passed to the chat template; templates without a thinking mode ignore it."""
     seed: int = 0
@@ -72,8 +78,10 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.push_dry_run and self.push_to_hub is None:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; 0 (greedy) or more is needed")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # NaN, too
+            raise ValueError(
+                f"temperature is {self.temperature}; 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE} is needed"
+            )
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError(f"top_p is {self.top_p}, top_k is {self.top_k}; 0 < top_p <= 1 and top_k >= 0 are needed")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k):
@@ -111,8 +119,10 @@ class EvalConfig:
     def budget_list(self) -> list[int]:
         """Tree budgets in ascending order."""
         words = split_list(self.budgets)
-        if not all(word.isdigit() and int(word) > 0 for word in words):
-            raise ValueError(f"budgets is {self.budgets!r}; whole numbers from 1 with commas between them are needed")
+        if not all(re.fullmatch("[0-9]{1,9}", word) and 1 <= int(word) <= MAX_BUDGET for word in words):
+            raise ValueError(
+                f"budgets is {self.budgets!r}; whole numbers from 1 to {MAX_BUDGET} with commas between them are needed"
+            )
         return sorted({int(word) for word in words})
 
     @property

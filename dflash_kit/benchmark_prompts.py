@@ -81,7 +81,8 @@ def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -
         try:
             row = json.loads(line)
             prompt = BenchmarkPrompt(id=str(row.get("id", f"line-{number}")), turns=tuple(to_turns(row)))
-        except (ValueError, KeyError, AttributeError, TypeError) as err:
+            _require_unicode(prompt)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
             raise KitError(
                 f"{path} line {number}: {err}; a row is a JSON object with prompt, turns or messages"
             ) from err
@@ -92,6 +93,14 @@ def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -
     if not prompts:
         raise KitError(f"benchmark {path} holds no prompts")
     return prompts
+
+
+def _require_unicode(prompt: BenchmarkPrompt) -> None:
+    """JSON can spell half of a surrogate pair (``"\\ud800"``), which no tokenizer takes and no file can hold."""
+    for text in (prompt.id, *prompt.turns):
+        half = next((char for char in text if "\ud800" <= char <= "\udfff"), None)
+        if half is not None:
+            raise ValueError(f"the text holds {half!r}, half of a surrogate pair, which is no character")
 
 
 def _turns_of_any_row(row: dict[str, Any]) -> list[str]:

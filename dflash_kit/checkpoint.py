@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import KitError, require_dir_empty
+from .finite import is_finite
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -54,24 +55,36 @@ def write_checkpoint(
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The checkpoint's ``config.json``; ``KitError`` where it is missing or malformed."""
-    file = Path(folder) / CONFIG_NAME
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise KitError(f"checkpoint {folder} has no {CONFIG_NAME}; give the folder that training wrote") from error
-    except (OSError, ValueError) as error:
-        raise KitError(f"{file} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise KitError(f"{file} holds a {type(raw).__name__}; a JSON object is needed")
+    raw = _read_object(Path(folder) / CONFIG_NAME)
+    if raw is None:
+        raise KitError(f"checkpoint {folder} has no {CONFIG_NAME}; give the folder that training wrote")
     return raw
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
-    """The checkpoint's ``provenance.json``, empty for a checkpoint of another program."""
+    """The checkpoint's ``provenance.json``, empty for a checkpoint of another program, which has none.
+
+    Raises:
+        KitError: the file is malformed; without it nothing tells whether a target fits.
+    """
+    provenance = _read_object(Path(folder) / PROVENANCE_NAME) or {}
+    for key in ("shards_header", "metrics", "fingerprint"):
+        if not isinstance(provenance.get(key), dict | None):
+            raise KitError(f"{Path(folder) / PROVENANCE_NAME}: {key} is {provenance[key]!r}; a JSON object is needed")
+    return provenance
+
+
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object of a file, None where there is no such file."""
     try:
-        return dict(json.loads((Path(folder) / PROVENANCE_NAME).read_text()))
-    except (OSError, ValueError):
-        return {}
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise KitError(f"{file} cannot be read: {error}; restore it, or take another checkpoint") from error
+    if not isinstance(raw, dict):
+        raise KitError(f"{file} holds a {type(raw).__name__}; a JSON object is needed")
+    return raw
 
 
 def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -81,7 +94,7 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
         expected: the drafter's own state dict; only names and shapes are used.
 
     Raises:
-        KitError: names the first missing, unknown or misshapen tensors.
+        KitError: names the first missing, unknown, misshapen or non-finite tensors.
     """
     files = _tensor_files(Path(folder))
     found: dict[str, Tensor] = {}
@@ -101,6 +114,10 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
         if tensor.shape != expected[name].shape:
             raise KitError(
                 f"checkpoint {folder}: {name} has shape {tuple(tensor.shape)}, its config asks for {tuple(expected[name].shape)}"
+            )
+        if not is_finite(tensor):
+            raise KitError(
+                f"checkpoint {folder}: {name} holds NaN or infinity, so its drafts mean nothing; take an earlier checkpoint"
             )
     return found
 
@@ -126,10 +143,14 @@ def _tensor_files(folder: Path) -> list[Path]:
     """The one weight file, or those that the index of a sharded checkpoint names."""
     if (folder / TENSORS_NAME).exists():
         return [folder / TENSORS_NAME]
-    index = folder / f"{TENSORS_NAME}.index.json"
-    if not index.exists():
+    file = folder / f"{TENSORS_NAME}.index.json"
+    index = _read_object(file)
+    if index is None:
         raise KitError(f"checkpoint {folder} has no {TENSORS_NAME}; only safetensors are read")
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise KitError(f"{file} has no weight_map of tensor names to file names; fetch the checkpoint again")
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _sync(folder: Path) -> None:

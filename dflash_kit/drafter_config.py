@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import KitError
+from .raw_config import RawConfig
 from .target import TargetSpec, tap_layer_ids
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONVENTION = {FULL: False, SLIDING: True}
 """Causal inside the block when a config is silent: sliding layers are, full layers are not (SGLang, vLLM)."""
+
+WHAT = "drafter config"
+MAX_SIZE, MAX_LAYERS = 1 << 20, 1024
+"""Far above any drafter: beyond them a damaged file would ask for all memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +90,7 @@ class DrafterConfig:
             )
         taps = tap_layer_ids(spec.num_layers, num_taps) if target_layer_ids is None else target_layer_ids
         kinds = (SLIDING,) * num_sliding_layers + (FULL,) * (num_hidden_layers - num_sliding_layers)
-        if mask_token_id in (spec.pad_token_id, spec.bos_token_id, *spec.eos_token_ids):
-            raise KitError(
-                f"mask_token_id {mask_token_id} is the target's pad, bos or eos token; name a reserved id instead"
-            )
+        require_reserved(mask_token_id, spec)
         return cls(
             hidden_size=spec.hidden_size,
             intermediate_size=intermediate_size or spec.intermediate_size,
@@ -113,36 +115,34 @@ class DrafterConfig:
         """Read a published ``config.json``: ``block_size`` at the top (older) or inside ``dflash_config`` (newer).
 
         Raises:
-            KitError: a missing key, or a rotary embedding that this drafter does not have.
+            KitError: a missing key, a value of a wrong type or outside its range (key, value and range are named), or
+                a rotary embedding that this drafter does not have.
         """
-        nested = raw.get("dflash_config") or {}
-        both = {**raw, **nested}
-
-        def need(key: str) -> Any:
-            if both.get(key) is None:
-                raise KitError(f"drafter config has no {key!r}; it is needed at the top level or in dflash_config")
-            return both[key]
-
-        num_layers = int(need("num_hidden_layers"))
-        window = both.get("swa_window_size") if both.get("swa_window_size") is not None else raw.get("sliding_window")
-        layer_types = _layer_types(both, num_layers, window)
+        top = RawConfig(raw, WHAT)
+        nested = top.mapping("dflash_config")
+        both = RawConfig({**raw, **nested}, WHAT, "at the top level or in dflash_config")
+        hidden_size, num_heads = both.whole("hidden_size", at_most=MAX_SIZE), both.whole("num_attention_heads")
+        layer_types = _layer_types(both, both.whole("num_hidden_layers", at_most=MAX_LAYERS))
+        window = None
+        if SLIDING in layer_types:
+            window = both.whole("swa_window_size") if both.has("swa_window_size") else top.whole("sliding_window")
         return cls(
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_attention_heads=need("num_attention_heads"),
-            num_key_value_heads=need("num_key_value_heads"),
-            head_dim=raw.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
-            vocab_size=need("vocab_size"),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=_plain_rope_theta(raw),
-            max_position_embeddings=raw.get("max_position_embeddings", 32768),
-            block_size=int(need("block_size")),
-            mask_token_id=int(need("mask_token_id")),
-            target_layer_ids=tuple(need("target_layer_ids")),
-            num_target_layers=int(need("num_target_layers")),
+            hidden_size=hidden_size,
+            intermediate_size=both.whole("intermediate_size", at_most=MAX_SIZE),
+            num_attention_heads=num_heads,
+            num_key_value_heads=both.whole("num_key_value_heads"),
+            head_dim=top.whole("head_dim", hidden_size // num_heads, at_most=MAX_SIZE),
+            vocab_size=both.whole("vocab_size"),
+            rms_norm_eps=top.number("rms_norm_eps", 1e-6),
+            rope_theta=_plain_rope_theta(top),
+            max_position_embeddings=top.whole("max_position_embeddings", 32768),
+            block_size=both.whole("block_size", at_most=MAX_SIZE),
+            mask_token_id=both.whole("mask_token_id", at_least=0),
+            target_layer_ids=both.items("target_layer_ids", int, "layer ids"),
+            num_target_layers=both.whole("num_target_layers"),
             layer_types=layer_types,
-            layer_causal=_layer_causal(raw, nested, layer_types),
-            sliding_window=window if SLIDING in layer_types else None,
+            layer_causal=_layer_causal(top, RawConfig(nested, WHAT), layer_types),
+            sliding_window=window,
         )
 
     def to_dict(self, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -204,45 +204,63 @@ class DrafterConfig:
         ]
 
 
+def require_reserved(mask_token_id: int, spec: TargetSpec) -> None:
+    """Refuse a mask token that the target itself says or reads.
+
+    Raises:
+        KitError: it is the target's pad, bos or eos token.
+    """
+    if mask_token_id in (spec.pad_token_id, spec.bos_token_id, *spec.eos_token_ids):
+        raise KitError(
+            f"mask_token_id {mask_token_id} is the target's pad, bos or eos token; name a reserved id instead"
+        )
+
+
 def _convention(layer_types: Sequence[str]) -> tuple[bool, ...]:
     return tuple(CONVENTION[kind] for kind in layer_types)
 
 
-def _layer_types(both: dict[str, Any], num_layers: int, window: int | None) -> tuple[str, ...]:
-    if both.get("layer_types"):
-        return tuple(both["layer_types"])
+def _layer_types(both: RawConfig, num_layers: int) -> tuple[str, ...]:
+    if both.has("layer_types"):
+        kinds = both.items("layer_types", str, f"{FULL!r} and {SLIDING!r}")
+        if len(kinds) not in (0, num_layers):
+            raise KitError(f"{WHAT} has layer_types of {len(kinds)} layers, but num_hidden_layers = {num_layers}")
+        if kinds:
+            return kinds
     # Without explicit types transformers slides the layers from max_window_layers on, if sliding is switched on at all.
-    if not both.get("use_sliding_window") and not both.get("use_swa"):
+    uses_swa = both.flag("use_swa")
+    if not both.flag("use_sliding_window") and not uses_swa:
         return (FULL,) * num_layers
-    if window is None:
+    if not both.has("swa_window_size") and not both.has("sliding_window"):
         raise KitError("drafter config switches sliding windows on but gives no sliding_window")
-    first = 0 if both.get("use_swa") else int(both.get("max_window_layers", 28))
+    first = 0 if uses_swa else both.whole("max_window_layers", 28, at_least=0)
     return tuple(SLIDING if i >= first else FULL for i in range(num_layers))
 
 
-def _layer_causal(raw: dict[str, Any], nested: dict[str, Any], layer_types: Sequence[str]) -> tuple[bool, ...]:
-    if nested.get("layer_causal") is not None:
-        return tuple(nested["layer_causal"])
-    flag = raw.get("is_causal", nested.get("causal"))
-    return _convention(layer_types) if flag is None else (bool(flag),) * len(layer_types)
+def _layer_causal(top: RawConfig, nested: RawConfig, layer_types: Sequence[str]) -> tuple[bool, ...]:
+    if nested.has("layer_causal"):
+        return nested.items("layer_causal", bool, "true and false")
+    flag = top.flag("is_causal")
+    flag = nested.flag("causal") if flag is None else flag
+    return _convention(layer_types) if flag is None else (flag,) * len(layer_types)
 
 
-def _plain_rope_theta(raw: dict[str, Any]) -> float:
-    for parameters in (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        partial = parameters.get("partial_rotary_factor", 1.0)
-        sections = parameters.get("mrope_section")
+def _plain_rope_theta(top: RawConfig) -> float:
+    for values in (top.values, top.mapping("rope_scaling"), top.mapping("rope_parameters")):
+        kind = values.get("rope_type", values.get("type", "default"))
+        partial = values.get("partial_rotary_factor", 1.0)
+        sections = values.get("mrope_section")
         if kind not in ("default", None) or partial not in (1, None) or sections:
             raise KitError(
                 f"drafter config asks for rope_type={kind!r}, partial_rotary_factor={partial}, mrope_section={sections}; "
                 "a DFlash drafter has plain full rotary positions, so this setting leaked from the target: "
                 "export the drafter again without it"
             )
-    parameters = raw.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
+    parameters = RawConfig(top.mapping("rope_parameters"), WHAT)
+    where = parameters if parameters.has("rope_theta") else top
+    if not where.has("rope_theta"):
         raise KitError("drafter config has no rope_theta (top level or rope_parameters)")
-    return float(theta)
+    return where.number("rope_theta")
 
 
 def _check(config: DrafterConfig) -> None:
@@ -268,6 +286,8 @@ def _check(config: DrafterConfig) -> None:
         raise KitError(
             f"target_layer_ids {list(taps)} must ascend without repetition within 0..{config.num_target_layers - 1}"
         )
+    if config.head_dim % 2:
+        raise KitError(f"head_dim is {config.head_dim}; rotary positions turn pairs, so it must be even")
     if config.num_attention_heads % config.num_key_value_heads:
         raise KitError(
             f"{config.num_attention_heads} heads cannot share {config.num_key_value_heads} key-value heads evenly"

@@ -59,22 +59,50 @@ def plan_publication(
         base_model: hub id of the target; None takes the one in ``provenance.json``.
 
     Raises:
-        KitError: a malformed ``repo_id``, a missing file, or a target without a hub id.
+        KitError: see ``check_publication``.
     """
-    folder = Path(folder)
-    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
-        raise KitError(f"push_to_hub is {repo_id!r}; it must be organisation/name")
-    missing = [name for name in PUBLISHED_NAMES if not (folder / name).is_file()]
-    if missing:
-        raise KitError(f"checkpoint {folder} lacks {', '.join(missing)}; only what training wrote can be published")
+    folder, base_model = Path(folder), check_publication(folder, repo_id, base_model)
     config, provenance = DrafterConfig.from_dict(read_config(folder)), read_provenance(folder)
-    base_model = base_model or provenance.get("target")
-    if not base_model or Path(base_model).is_dir() or base_model.count("/") > 1:
-        raise KitError(f"the target is {base_model!r} here, which says nothing to others; give --base_model its hub id")
     card = model_card(repo_id, config, provenance, report, base_model)
     others = sorted(path.name for path in folder.iterdir() if path.name not in (*PUBLISHED_NAMES, CARD_NAME))
     files = tuple(folder / name for name in PUBLISHED_NAMES)
     return Publication(repo_id=repo_id, folder=folder, card=card, files=files, left_out=tuple(others))
+
+
+def check_publication(folder: str | Path, repo_id: str, base_model: str | None = None) -> str:
+    """Check what can be known before anything is measured.
+
+    Args: as for ``plan_publication``.
+
+    Returns:
+        Hub id of the target.
+
+    Raises:
+        KitError: a malformed ``repo_id``, a missing file, or a target without a hub id.
+    """
+    if repo_id.count("/") != 1 or not _is_hub_id(repo_id):
+        raise KitError(
+            f"push_to_hub is {repo_id!r}; it must be organisation/name, of letters, digits, '-', '_' and '.' that neither "
+            "begin nor end with '-' or '.'"
+        )
+    missing = [name for name in PUBLISHED_NAMES if not (Path(folder) / name).is_file()]
+    if missing:
+        raise KitError(f"checkpoint {folder} lacks {', '.join(missing)}; only what training wrote can be published")
+    base_model = base_model or read_provenance(folder).get("target")
+    if not isinstance(base_model, str) or Path(base_model).is_dir() or not _is_hub_id(base_model):
+        raise KitError(f"the target is {base_model!r} here, which says nothing to others; give --base_model its hub id")
+    return base_model
+
+
+def _is_hub_id(text: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
 
 
 def push(publication: Publication, *, endpoint: str | None = None) -> str:

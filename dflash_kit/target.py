@@ -292,7 +292,8 @@ def config_hash(config: Any) -> str:
 def digest(value: Any) -> str:
     """Short stable hash of a JSON-serialisable value."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    # A file name that is not UTF-8 arrives with surrogates; they are hashed like any other text.
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _rope_theta(text: Any) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .errors import KitError
+from .finite import is_finite
 from .target import load_config
 
 EMBEDDING_SUFFIX = "embed_tokens.weight"
@@ -69,7 +70,7 @@ class TargetEnds:
 
         Raises:
             KitError: no safetensors there, or a tensor is missing (an untied target without ``lm_head`` is refused:
-                a random head would draft noise).
+                a random head would draft noise) or holds NaN or infinity.
         """
         config = load_config(path, revision)
         files = _tensor_files(path, revision)
@@ -78,12 +79,12 @@ class TargetEnds:
             raise KitError(
                 f"target {path} has {len(embedding_names)} tensors named *{EMBEDDING_SUFFIX}; exactly one is needed"
             )
-        embedding = _read(files[embedding_names[0]], embedding_names[0]).to(device=device, dtype=dtype)
+        embedding = _read(files[embedding_names[0]], embedding_names[0], device, dtype)
         head_names = [name for name in files if name.endswith(HEAD_NAME)]
         if config.tie_word_embeddings:
             head = embedding
         elif head_names:
-            head = _read(files[head_names[0]], head_names[0]).to(device=device, dtype=dtype)
+            head = _read(files[head_names[0]], head_names[0], device, dtype)
         else:
             raise KitError(
                 f"target {path} is not tied (tie_word_embeddings=false) but has no {HEAD_NAME}; its weights are incomplete"
@@ -110,13 +111,18 @@ def _tensor_files(path: str | Path, revision: str | None) -> dict[str, tuple[str
         return {name: (str(path), revision, SINGLE_NAME) for name in tensors.keys()}  # noqa: SIM118
 
 
-def _read(place: tuple[str, str | None, str], name: str) -> Tensor:
+def _read(
+    place: tuple[str, str | None, str], name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> Tensor:
     path, revision, file = place
     found = _fetch(path, revision, file)
     if found is None:
         raise KitError(f"target {path} lists {file} for {name} but the file is missing")
     with _open(found) as tensors:
-        return tensors.get_tensor(name)
+        tensor: Tensor = tensors.get_tensor(name).to(device=device, dtype=dtype)
+    if not is_finite(tensor):
+        raise KitError(f"target {path}: {name} holds NaN or infinity; its weights are damaged, so fetch them again")
+    return tensor
 
 
 def _open(file: Path) -> Any:
