@@ -84,9 +84,13 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
         print(f"running      {parallel.description}", flush=True)
     if job.config.dry_run:
         return 0
-    trainer = assemble(job, parallel, folder)
-    resume(trainer)
-    return train(trainer, argv)
+    try:
+        parallel.on_main(folder.lock)
+        trainer = assemble(job, parallel, folder)
+        resume(trainer)
+        return train(trainer, argv)
+    finally:
+        folder.release()
 
 
 def _quieten() -> None:

@@ -2,6 +2,7 @@
 
     OUT                      the finished drafter: config.json, model.safetensors, provenance.json, nothing else
     OUT.state/
+        lock                 held by the trainer that writes here
         run.json             what must not change between runs (the fingerprint)
         train.yaml           the resolved configuration
         metrics.jsonl        one line per logged step and replay
@@ -29,6 +30,8 @@ from dflash_kit.checkpoint import PROVENANCE_NAME, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
 from .average import WeightAverage
+from .fingerprint import require_same
+from .lock import LOCK_NAME, RunLock
 from .parallel import Parallel
 
 STEP_NAME = re.compile(r"step-(\d{8})")
@@ -71,6 +74,8 @@ class RunFolder:
         self.state = self.out.with_name(self.out.name + ".state")
         self.checkpoints = self.state / "checkpoints"
         self.metrics = self.state / "metrics.jsonl"
+        self._record = self.state / "run.json"
+        self._lock = RunLock(self.state)
 
     def is_finished(self, fingerprint: Mapping[str, Any]) -> bool:
         """Whether the result is there already.
@@ -87,28 +92,48 @@ class RunFolder:
         require_same(written, fingerprint, f"the finished drafter {self.out}")
         return True
 
+    def lock(self) -> None:
+        """Keep other trainers out until ``release``; the main process calls it.
+
+        Raises:
+            KitError: another trainer is at work or has just finished, something else is there, or it cannot be written.
+        """
+        if not self._record.exists():
+            self._require_unused()
+        self._lock.take()
+        if (self.out / PROVENANCE_NAME).exists():
+            raise KitError(f"{self.out} was finished by another trainer just now; nothing to do")
+
+    def release(self) -> None:
+        """Let other trainers in; a folder in which nothing was begun goes away again."""
+        self._lock.release(delete=not self._record.exists())
+
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Record what must not change, or compare with what an earlier run recorded.
 
         Raises:
             KitError: another run's settings are recorded there.
         """
-        record = self.state / "run.json"
-        if record.exists():
-            require_same(json.loads(record.read_text()), fingerprint, f"the run in {self.state}")
+        if self._record.exists():
+            require_same(json.loads(self._record.read_text()), fingerprint, f"the run in {self.state}")
             return
-        require_dir_empty(self.state, "state folder")
-        self.checkpoints.mkdir(parents=True)
-        partial = record.with_suffix(".incomplete")
+        self._require_unused()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        partial = self._record.with_suffix(".incomplete")
         partial.write_text(json.dumps(fingerprint, indent=1))
-        os.replace(partial, record)
+        os.replace(partial, self._record)
 
     def recorded(self) -> dict[str, Any]:
         """The fingerprint that an earlier run left here or in its result; empty where there was none."""
-        record = self.state / "run.json"
-        if record.exists():
-            return dict(json.loads(record.read_text()))
+        if self._record.exists():
+            return dict(json.loads(self._record.read_text()))
         return dict(read_provenance(self.out).get("fingerprint") or {})
+
+    def _require_unused(self) -> None:
+        """Refuse a state folder without a record, unless it holds only what a trainer killed at its very start left."""
+        begun = {LOCK_NAME, self.checkpoints.name, self._record.with_suffix(".incomplete").name}
+        if not self.state.is_dir() or {entry.name for entry in self.state.iterdir()} - begun:
+            require_dir_empty(self.state, "state folder")
 
     def has_weights(self) -> bool:
         """Whether a saved state or a finished drafter is here."""
@@ -148,32 +173,6 @@ class RunFolder:
         partial = self.metrics.with_suffix(".incomplete")
         partial.write_text("".join(line + "\n" for line in kept))
         os.replace(partial, self.metrics)
-
-
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    """Refuse to go on with other settings.
-
-    Raises:
-        KitError: naming the first setting that differs, and both values.
-    """
-    flat_before, flat_now = _flat(before), _flat(json.loads(json.dumps(now)))
-    for name in sorted(flat_before.keys() | flat_now.keys()):
-        was, is_ = flat_before.get(name), flat_now.get(name)
-        if was != is_:
-            raise KitError(
-                f"{what} has {name} = {json.dumps(was)} but this command says {json.dumps(is_)}; "
-                "repeat the command that began it or choose another --out"
-            )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def save_state(

@@ -1,0 +1,55 @@
+"""What a trainer refuses to begin or to go on with: one line that says what to do, status 2, nothing overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+from pathlib import Path
+
+import pytest
+from test_train_cli import refusal
+from test_train_resume import arguments, start, wait_for_step
+from train_helpers import launched_environment, make_shards
+
+from helpers import REPO, run_command
+from train.state import RunFolder
+
+
+@pytest.fixture(scope="module")
+def shards_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shards(tmp_path_factory.mktemp("refusals") / "shards", tiny_target)
+
+
+# -- two trainers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_refused_at_once_and_the_first_goes_on(shards_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = arguments(shards_folder, out, optim__max_steps=4000, save_every_steps=4000, replay__every_steps=0)
+    first = start(args)
+    wait_for_step(out, 3, first)
+    second = run_command(REPO / "train" / "run.py", *args, **launched_environment())
+    assert second.returncode == 2
+    assert second.stderr.splitlines() == [
+        f"error: another trainer is writing {out}.state; wait for its end, stop it, or choose another --out"
+    ]
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 0, errors
+
+
+def test_the_lock_goes_with_the_run_and_a_refused_run_leaves_nothing(
+    shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "out.state"
+    state.mkdir()
+    with (state / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        line = refusal(capsys, arguments(shards_folder, tmp_path / "out"))
+        assert f"another trainer is writing {state}" in line
+        assert [entry.name for entry in state.iterdir()] == ["lock"]
+    folder = RunFolder(tmp_path / "out")
+    folder.lock()
+    folder.release()
+    assert list(tmp_path.iterdir()) == []
