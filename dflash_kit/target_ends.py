@@ -68,8 +68,8 @@ class TargetEnds:
         """Read just the two tensors of a folder or hub id.
 
         Raises:
-            KitError: no safetensors there, or a tensor is missing (an untied target without ``lm_head`` is refused:
-                a random head would draft noise).
+            KitError: no safetensors there, a tensor with values that are not finite, or a tensor is missing (an untied
+                target without ``lm_head`` is refused: a random head would draft noise).
         """
         config = load_config(path, revision)
         files = _tensor_files(path, revision)
@@ -78,12 +78,18 @@ class TargetEnds:
             raise KitError(
                 f"target {path} has {len(embedding_names)} tensors named *{EMBEDDING_SUFFIX}; exactly one is needed"
             )
-        embedding = _read(files[embedding_names[0]], embedding_names[0]).to(device=device, dtype=dtype)
+
+        def read(name: str) -> Tensor:
+            tensor = _read(files[name], name).to(device=device, dtype=dtype)
+            _require_finite(tensor, name, path)
+            return tensor
+
+        embedding = read(embedding_names[0])
         head_names = [name for name in files if name.endswith(HEAD_NAME)]
         if config.tie_word_embeddings:
             head = embedding
         elif head_names:
-            head = _read(files[head_names[0]], head_names[0]).to(device=device, dtype=dtype)
+            head = read(head_names[0])
         else:
             raise KitError(
                 f"target {path} is not tied (tie_word_embeddings=false) but has no {HEAD_NAME}; its weights are incomplete"
@@ -117,6 +123,17 @@ def _read(place: tuple[str, str | None, str], name: str) -> Tensor:
         raise KitError(f"target {path} lists {file} for {name} but the file is missing")
     with _open(found) as tensors:
         return tensors.get_tensor(name)
+
+
+def _require_finite(tensor: Tensor, name: str, path: str | Path) -> None:
+    low, high = tensor.aminmax()  # hands NaN through, and needs no mask as large as the tensor
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    raise KitError(
+        f"target {path}: {num_bad:,} of the {tensor.numel():,} values of {name} are NaN or infinite "
+        f"(as {str(tensor.dtype).removeprefix('torch.')}); its weights are damaged, fetch or convert them again"
+    )
 
 
 def _open(file: Path) -> Any:

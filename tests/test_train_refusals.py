@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from test_train_cli import refusal
 from test_train_resume import arguments, start, wait_for_step
 from train_helpers import launched_environment, make_shards
 
 from helpers import REPO, run_command
+from train import loop
 from train.state import RunFolder
 
 
@@ -53,3 +56,33 @@ def test_the_lock_goes_with_the_run_and_a_refused_run_leaves_nothing(
     folder.lock()
     folder.release()
     assert list(tmp_path.iterdir()) == []
+
+
+# -- nothing learnt --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_target_with_nan_in_its_ends_is_refused_before_anything_is_written(
+    shards_folder: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    target, runs = tmp_path / "target", tmp_path / "runs"
+    shutil.copytree(tiny_target, target)
+    runs.mkdir()
+    tensors = load_file(target / "model.safetensors")
+    tensors[name][3, 5] = float("nan")
+    tensors[name][4, 0] = float("inf")
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    line = refusal(capsys, arguments(shards_folder, runs / "out", target=target))
+    assert f"2 of the 19,200 values of {name} are NaN or infinite" in line
+    assert list(runs.iterdir()) == []
+
+
+def test_a_run_without_an_applied_step_is_not_finished(
+    shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    real = loop.noise_embeddings
+    monkeypatch.setattr(loop, "noise_embeddings", lambda *args: real(*args) * float("nan"))
+    line = refusal(capsys, arguments(shards_folder, out, optim__max_steps=3))
+    assert "none of the run's 3 steps was applied" in line and "lower optim.lr" in line
+    assert not out.exists()
