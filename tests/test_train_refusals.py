@@ -8,13 +8,16 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from test_train_cli import refusal
 from test_train_resume import arguments, start, wait_for_step
 from train_helpers import launched_environment, make_shards
 
+from dflash_kit.checkpoint import write_checkpoint
 from helpers import REPO, run_command
 from train import loop
+from train.cli import main
 from train.state import RunFolder
 
 
@@ -86,3 +89,42 @@ def test_a_run_without_an_applied_step_is_not_finished(
     line = refusal(capsys, arguments(shards_folder, out, optim__max_steps=3))
     assert "none of the run's 3 steps was applied" in line and "lower optim.lr" in line
     assert not out.exists()
+
+
+# -- output folders --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_as_output_folder_is_written_through(shards_folder: Path, tmp_path: Path, dangling: bool) -> None:
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    if not dangling:
+        real.mkdir(parents=True)
+    link.symlink_to(real)
+    args = arguments(shards_folder, link, optim__max_steps=1, replay__max_rows=0)
+    assert main(args) == 0
+    assert link.is_symlink() and (real / "model.safetensors").is_file()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["disk", "link"]
+    assert sorted(entry.name for entry in real.parent.iterdir()) == ["real", "real.state"]
+    assert main(args) == 0  # finished already
+
+
+def test_a_checkpoint_goes_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write_checkpoint(tmp_path / "link", {}, {"x": torch.zeros(1)}, {})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "out", [".", "/", "", "..", "x" * 246, "file/out", "file/deeper/out", "/proc/nowhere/out", "loop"]
+)
+def test_output_folders_that_cannot_be_are_one_line(
+    shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("years of work")
+    Path("loop").symlink_to("loop")
+    line = refusal(capsys, [*arguments(shards_folder, tmp_path), f"--out={out}"])
+    assert "name a" in line and out in line
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "loop"]
+    assert Path("file").read_text() == "years of work"

@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    job = prepare(config)
     folder = RunFolder(config.out)
+    job = prepare(config)
     if folder.is_finished(job.fingerprint()) and not config.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{folder.out} is finished already; nothing to do")

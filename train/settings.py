@@ -214,7 +214,8 @@ class TrainConfig:
     shards: str
     """Folder that extraction wrote."""
     out: str
-    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints."""
+    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints. Where
+    it is a link, both lie where the link leads."""
     target: str | None = None
     """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
     init: str | None = None

@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dflash_kit.checkpoint import PROVENANCE_NAME, read_provenance
+from dflash_kit.checkpoint import PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
 from .average import WeightAverage
@@ -66,11 +66,22 @@ class RunFolder:
     """The folders of one run.
 
     Args:
-        out: where the finished drafter goes.
+        out: where the finished drafter goes; a link is followed, and the state then lies beside the real folder.
+
+    Raises:
+        KitError: no folder of this name can have another beside it, or the file system refuses the name.
     """
 
     def __init__(self, out: str | Path) -> None:
-        self.out = Path(out)
+        self.out = follow_link(out)
+        if self.out.name in ("", ".."):
+            raise KitError(f"output folder is {str(out)!r}; name a folder to create, such as runs/drafter")
+        try:
+            self.out.with_name(self.out.name + ".incomplete").lstat()  # the longest name that will be needed here
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise KitError(f"output folder {str(out)!r} cannot be used ({error.strerror}); name another") from error
         self.state = self.out.with_name(self.out.name + ".state")
         self.checkpoints = self.state / "checkpoints"
         self.metrics = self.state / "metrics.jsonl"
