@@ -87,7 +87,7 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     """The checkpoint's ``provenance.json``, empty for a checkpoint of another program."""
     try:
         return dict(json.loads((Path(folder) / PROVENANCE_NAME).read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return {}
 
 

@@ -6,13 +6,14 @@ import fcntl
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_train_cli import refusal
 from test_train_resume import arguments, start, wait_for_step
-from train_helpers import launched_environment, make_shards
+from train_helpers import PowerCutError, cut_power, launched_environment, make_shards
 
 from dflash_kit.checkpoint import write_checkpoint
 from helpers import REPO, run_command
@@ -128,3 +129,100 @@ def test_output_folders_that_cannot_be_are_one_line(
     assert "name a" in line and out in line
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "loop"]
     assert Path("file").read_text() == "years of work"
+
+
+# -- damaged state ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(shards_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an average, that died behind its state of step 8."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        cut_power(patch, loop, "train_step", 10)
+        with pytest.raises(PowerCutError):
+            main(arguments(shards_folder, out, **AVERAGED))
+    return out
+
+
+AVERAGED = {"optim__ema_decay": 0.8, "replay__max_rows": 0}
+STEP = "step-00000008"
+
+
+class Evil:
+    """Writes a file when it is unpickled by a reader that trusts it."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("unpickled"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (f"{STEP}/weights.safetensors", None),  # cut
+        (f"{STEP}/weights.safetensors", b""),
+        (f"{STEP}/average.safetensors", None),
+        (f"{STEP}/optimizer.pt", None),
+        (f"{STEP}/optimizer.pt", b"garbage, but long enough to look like something"),
+        (f"{STEP}/optimizer.pt", b""),
+        (f"{STEP}/optimizer.pt", Evil()),
+        (f"{STEP}/optimizer.pt", {"optimizer": {}}),
+        (f"{STEP}/counters.json", b"{}"),
+        (f"{STEP}/counters.json", b"[]"),
+        (f"{STEP}/counters.json", b'{"step": 8'),
+        (f"{STEP}/counters.json", b"\xff\xfe"),
+        ("run.json", b"{"),
+        ("run.json", b"[]"),
+        ("metrics.jsonl", b"garbage\n"),
+        ("metrics.jsonl", b"[1]\n"),
+        ("metrics.jsonl", b"{}\n"),
+        ("metrics.jsonl", b"\xff\xfe\n"),
+    ],
+)
+def test_damaged_state_is_refused_by_name_and_the_remedy_works(
+    shards_folder: Path,
+    stopped: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: Any,
+) -> None:
+    out, state = tmp_path / "out", tmp_path / "out.state"
+    shutil.copytree(RunFolder(stopped).state, state)
+    monkeypatch.chdir(tmp_path)
+    file = state / name
+    if content is None:
+        content = file.read_bytes()[: file.stat().st_size // 2]
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    args = arguments(shards_folder, out, **AVERAGED)
+    line = refusal(capsys, args)
+    assert f"{file} cannot be loaded" in line
+    assert not Path("unpickled").exists() and not out.exists()
+    if name == "metrics.jsonl":
+        assert "move it away" in line
+        file.unlink()
+    elif name == "run.json":
+        assert f"delete the whole folder {state} to begin anew" in line
+        shutil.rmtree(state)
+    else:
+        assert f"delete the folder {file.parent} to go on from the one before" in line
+        shutil.rmtree(file.parent)
+    if (name, content) in (
+        (f"{STEP}/counters.json", b"{}"),
+        ("metrics.jsonl", b"{}\n"),
+    ):  # once each: it takes a second
+        assert main(args) == 0
+
+
+def test_counters_of_another_step_are_refused(
+    shards_folder: Path, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "out.state"
+    shutil.copytree(RunFolder(stopped).state, state)
+    shutil.copy(state / "step-00000004" / "counters.json", state / STEP / "counters.json")
+    line = refusal(capsys, arguments(shards_folder, tmp_path / "out", **AVERAGED))
+    assert "it says step 4" in line and "in the folder of step 8" in line

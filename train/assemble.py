@@ -8,13 +8,14 @@ from dflash_kit.errors import require_free_bytes
 from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
+from .counters import Counters
 from .estimate import state_bytes
 from .feed import Feed
 from .job import Job
 from .loop import Trainer
 from .optimizer import make_optimizer
 from .parallel import Parallel
-from .state import Counters, RunFolder
+from .state import RunFolder
 from .validation import Validation
 
 

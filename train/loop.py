@@ -17,6 +17,7 @@ from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
 from .batches import PackedRow
+from .counters import Counters
 from .feed import Feed
 from .job import Job
 from .losses import slot_cross_entropy
@@ -25,7 +26,7 @@ from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
 from .schedule import learning_rate
-from .state import Counters, RunFolder, load_state
+from .state import RunFolder, load_state
 from .stopping import StopRequest
 from .sums import StepResult, StepSums
 from .validation import Validation

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from dflash_kit.checkpoint import PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
 from .average import WeightAverage
+from .counters import Counters, as_object, read_counters, whole
 from .fingerprint import require_same
 from .lock import LOCK_NAME, RunLock
 from .parallel import Parallel
@@ -38,28 +39,6 @@ STEP_NAME = re.compile(r"step-(\d{8})")
 WEIGHTS_NAME, OPTIMIZER_NAME, COUNTERS_NAME = "weights.safetensors", "optimizer.pt", "counters.json"
 AVERAGE_NAME = "average.safetensors"
 SHARDED_NAME = "sharded"
-
-
-@dataclass(slots=True)
-class Counters:
-    """Where a run stands; everything else follows from the step."""
-
-    step: int = 0
-    """Optimizer steps behind us, skipped ones included."""
-    skipped_steps: int = 0
-    """Steps left out because of a non-finite loss or gradient."""
-    bad_in_a_row: int = 0
-    tokens: int = 0
-    """Real tokens of packed rows seen by all processes."""
-    cut_tokens: int = 0
-    """Tokens left out because their conversation was longer than a packed row."""
-    best_step: int | None = None
-    """Step of the checkpoint with the best replayed acceptance length."""
-    best_acceptance_length: float | None = None
-    last_replay: dict[str, Any] = field(default_factory=dict)
-    """Latest replayed acceptance, by method."""
-    first_replay: dict[str, Any] = field(default_factory=dict)
-    """Replayed acceptance before the first step, of a run that started from a drafter."""
 
 
 class RunFolder:
@@ -98,7 +77,7 @@ class RunFolder:
             require_dir_empty(self.out, "output folder")
             return False
         written = read_provenance(self.out).get("fingerprint")
-        if written is None:
+        if not isinstance(written, dict):
             raise KitError(f"{self.out} holds a drafter that this trainer did not write; choose another --out")
         require_same(written, fingerprint, f"the finished drafter {self.out}")
         return True
@@ -126,7 +105,7 @@ class RunFolder:
             KitError: another run's settings are recorded there.
         """
         if self._record.exists():
-            require_same(json.loads(self._record.read_text()), fingerprint, f"the run in {self.state}")
+            require_same(self.recorded(), fingerprint, f"the run in {self.state}")
             return
         self._require_unused()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -135,9 +114,15 @@ class RunFolder:
         os.replace(partial, self._record)
 
     def recorded(self) -> dict[str, Any]:
-        """The fingerprint that an earlier run left here or in its result; empty where there was none."""
+        """The fingerprint that an earlier run left here or in its result; empty where there was none.
+
+        Raises:
+            KitError: the record is damaged.
+        """
         if self._record.exists():
-            return dict(json.loads(self._record.read_text()))
+            remedy = f"delete the whole folder {self.state} to begin anew, or choose another --out"
+            with whole(self._record, remedy):
+                return as_object(json.loads(self._record.read_text()))
         return dict(read_provenance(self.out).get("fingerprint") or {})
 
     def _require_unused(self) -> None:
@@ -176,11 +161,16 @@ class RunFolder:
                 shutil.rmtree(self.checkpoint(step), ignore_errors=True)
 
     def cut_metrics(self, step: int) -> None:
-        """Drop lines of steps that will be done again."""
+        """Drop lines of steps that will be done again.
+
+        Raises:
+            KitError: the file is damaged.
+        """
         if not self.metrics.exists():
             return
-        whole = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        with whole(self.metrics, "only what was logged is in it: move it away to go on without its lines"):
+            lines = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
+            kept = [line for line in lines if as_object(json.loads(line))["step"] <= step]
         partial = self.metrics.with_suffix(".incomplete")
         partial.write_text("".join(line + "\n" for line in kept))
         os.replace(partial, self.metrics)
@@ -234,18 +224,20 @@ def load_state(
         KitError: the state is damaged, or was saved by another number of DeepSpeed processes.
     """
     place = run.step_folder(step)
-    try:
-        counters = Counters(**json.loads((place / COUNTERS_NAME).read_text()))
-        if _is_sharded(parallel):
+    remedy = f"delete the folder {place} to go on from the one before it, or the whole folder {run.state} to begin anew"
+    with whole(place / COUNTERS_NAME, remedy):
+        counters = read_counters(place / COUNTERS_NAME, step)
+    if _is_sharded(parallel):
+        with whole(place / SHARDED_NAME, remedy):
             parallel.accelerator.load_state(str(place / SHARDED_NAME))
-        else:
-            _load_whole(place, parallel, drafter, optimizer)
-        if average is not None:
+    else:
+        with whole(place / WEIGHTS_NAME, remedy):
+            drafter.load_state_dict(load_file(place / WEIGHTS_NAME))
+        with whole(place / OPTIMIZER_NAME, remedy):
+            _load_optimizer(place / OPTIMIZER_NAME, parallel, optimizer)
+    if average is not None:
+        with whole(place / AVERAGE_NAME, remedy):
             average.load(place / AVERAGE_NAME)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise KitError(
-            f"trainer state {place} cannot be loaded ({error}); delete that folder to go on from the one before it"
-        ) from error
     return counters
 
 
@@ -262,9 +254,8 @@ def _save_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer:
     torch.save(state, folder / OPTIMIZER_NAME)
 
 
-def _load_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    drafter.load_state_dict(load_file(folder / WEIGHTS_NAME))
-    state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+def _load_optimizer(file: Path, parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    state = torch.load(file, map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["cpu_random"])
     if "gpu_random" in state and parallel.device.type == "cuda":
