@@ -1,4 +1,4 @@
-"""One trainer at a time for a result: a lock on a file of the state folder, which ends with the process that holds it."""
+"""One trainer at a time for a result: a lock on a file of the state folder, gone with the process that holds it."""
 
 import fcntl
 import os
