@@ -46,6 +46,19 @@ def test_a_second_trainer_is_refused_at_once_and_the_first_goes_on(shards_folder
     assert first.returncode == 0, errors
 
 
+def test_all_processes_of_a_second_trainer_end(shards_folder: Path, tmp_path: Path) -> None:
+    """Only the main process asks for the lock; the other one waits for its verdict."""
+    folder = RunFolder(tmp_path / "out")
+    folder.lock()
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    args = arguments(shards_folder, folder.out)
+    second = run_command(*launcher, REPO / "train" / "run.py", *args, timeout_s=120, **launched_environment())
+    folder.release()
+    assert second.returncode != 0
+    assert second.stderr.count(f"error: another trainer is writing {folder.state}") == 2, second.stderr[-2000:]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_lock_goes_with_the_run_and_a_refused_run_leaves_nothing(
     shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,8 +228,8 @@ class TrainConfig:
     shards: str
     """Folder that extraction wrote."""
     out: str
-    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints. Where
-    it is a link, both lie where the link leads."""
+    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints.
+    A link is followed: both lie where it leads."""
     target: str | None = None
     """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
     init: str | None = None
