@@ -29,10 +29,12 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint beside its place and rename it, so that it is there whole or not at all.
 
+    A folder that is a link stays one: the checkpoint goes where it leads.
+
     Raises:
         KitError: the folder is not empty, or the disk is full (what was begun is removed).
     """
-    folder = Path(folder)
+    folder = follow_link(folder)
     require_dir_empty(folder, "checkpoint folder")
     begun = folder.with_name(folder.name + ".incomplete")
     shutil.rmtree(begun, ignore_errors=True)
@@ -51,6 +53,21 @@ def write_checkpoint(
         shutil.rmtree(begun, ignore_errors=True)
         raise KitError(f"checkpoint {folder} cannot be written: {error}; free some space and run again") from error
     return folder
+
+
+def follow_link(folder: str | Path) -> Path:
+    """Where a folder that is a symbolic link leads, whether or not it is there yet; any other path as it is.
+
+    Raises:
+        KitError: the link leads to itself.
+    """
+    folder = Path(folder)
+    if not folder.is_symlink():
+        return folder
+    real = Path(os.path.realpath(folder))
+    if real.is_symlink():
+        raise KitError(f"{folder} is a link that leads to itself; name a folder")
+    return real
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

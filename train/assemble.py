@@ -8,13 +8,14 @@ from dflash_kit.errors import require_free_bytes
 from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
+from .counters import Counters
 from .estimate import state_bytes
 from .feed import Feed
 from .job import Job
 from .loop import Trainer
 from .optimizer import make_optimizer
 from .parallel import Parallel
-from .state import Counters, RunFolder
+from .state import RunFolder
 from .validation import Validation
 
 
@@ -28,8 +29,12 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
             or the disk is too full.
     """
     is_new = not parallel.on_main(folder.steps)
-    # Read before anything is written: a damaged checkpoint must not leave a run behind.
+    config, device = job.config, parallel.device
+    # Read before anything is written: a damaged checkpoint or target must not leave a run behind.
     start = job.origin.weights() if job.origin is not None and is_new else None
+    ends = TargetEnds.from_pretrained(
+        job.spec.name, dtype=parallel.compute_dtype, device=device, revision=job.spec.revision
+    )
 
     def begin() -> None:
         folder.begin(job.fingerprint())
@@ -38,11 +43,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
             require_free_bytes(folder.state, state_bytes(job) * (job.config.keep_last + 1), "trainer state")
 
     parallel.on_main(begin)
-    config, device = job.config, parallel.device
     on_gpu = device.type == "cuda"
-    ends = TargetEnds.from_pretrained(
-        job.spec.name, dtype=parallel.compute_dtype, device=device, revision=job.spec.revision
-    )
     torch.manual_seed(config.seed)
     with device:
         drafter = Drafter(job.drafter)

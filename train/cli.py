@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    job = prepare(config)
     folder = RunFolder(config.out)
+    job = prepare(config)
     if folder.is_finished(job.fingerprint()) and not config.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{folder.out} is finished already; nothing to do")
@@ -84,9 +84,13 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
         print(f"running      {parallel.description}", flush=True)
     if job.config.dry_run:
         return 0
-    trainer = assemble(job, parallel, folder)
-    resume(trainer)
-    return train(trainer, argv)
+    try:
+        parallel.on_main(folder.lock)
+        trainer = assemble(job, parallel, folder)
+        resume(trainer)
+        return train(trainer, argv)
+    finally:
+        folder.release()
 
 
 def _quieten() -> None:

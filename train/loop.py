@@ -17,6 +17,7 @@ from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
 from .batches import PackedRow
+from .counters import Counters
 from .feed import Feed
 from .job import Job
 from .losses import slot_cross_entropy
@@ -25,7 +26,7 @@ from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
 from .schedule import learning_rate
-from .state import Counters, RunFolder, load_state
+from .state import RunFolder, load_state
 from .stopping import StopRequest
 from .sums import StepResult, StepSums
 from .validation import Validation
@@ -84,6 +85,8 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             if last or counters.step % config.log_every_steps == 0:
                 _log(trainer, reporter, meter, lr, result)
             _give_up_when_hopeless(trainer, rows)
+            if last:
+                _require_applied(counters)
             every = config.replay.every_steps
             with meter.paused():
                 if last or (every and counters.step % every == 0):
@@ -93,6 +96,7 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             if result.stop_asked and not last:
                 reporter.say(f"stopped at step {counters.step} as asked; the same command goes on from there")
                 return 0
+        _require_applied(counters)
         finish(trainer, reporter, argv)
     return 0
 
@@ -247,3 +251,13 @@ def _give_up_when_hopeless(trainer: Trainer, rows: list[PackedRow]) -> None:
         f"token; the last one had rows {', '.join(everyone[:8])}; lower optim.lr or look at these rows "
         f"(the last saved state in {trainer.folder.state} is intact)"
     )
+
+
+def _require_applied(counters: Counters) -> None:
+    """Refuse to call a drafter trained that no step has changed; the counters are equal in every process."""
+    if counters.skipped_steps == counters.step:
+        raise KitError(
+            f"none of the run's {counters.step} steps was applied: each had a non-finite loss or gradient, or no "
+            "supervised token, so there is no drafter to finish; look for NaN in the shards' hidden states, or lower "
+            "optim.lr, and choose another --out"
+        )

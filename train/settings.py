@@ -1,6 +1,7 @@
 """Everything that a training run can be told: frozen dataclasses whose fields are the flags."""
 
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from .losses import default_gamma
@@ -15,6 +16,10 @@ NEW_DRAFTER: dict[str, Any] = {
 }
 """What null stands for in ``DrafterSettings`` when a drafter begins from random weights."""
 DECAY_FRACTION = 0.2
+MAX_BLOCK_SIZE = 1024
+"""Far more tokens than any target accepts at once; a larger block is a slip that would not fit in memory."""
+MAX_SEED = 2**63 - 1
+"""The largest that torch, NumPy and a signed 64-bit integer of a checkpoint all hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +45,11 @@ class DrafterSettings:
     """Token fed to masked slots; null takes a reserved one of the target."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("num_hidden_layers", 1), ("block_size", 2)):
+        for name in ("num_hidden_layers", "intermediate_size"):
             if getattr(self, name) is not None:
-                _at_least(f"drafter.{name}", getattr(self, name), lowest)
+                _at_least(f"drafter.{name}", getattr(self, name), 1)
+        if self.block_size is not None and not 2 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"drafter.block_size is {self.block_size}; allowed is 2 or more, up to {MAX_BLOCK_SIZE}")
 
     def given(self) -> dict[str, Any]:
         """The settings that are not left open."""
@@ -71,8 +78,8 @@ class DataSettings:
             _at_least(f"data.{name}", getattr(self, name), 2 if name == "seq_len" else 1)
         if not 0 <= self.holdout_fraction < 1:
             raise ValueError(f"data.holdout_fraction is {self.holdout_fraction}; allowed is 0 up to below 1")
-        if self.feature_noise < 0:
-            raise ValueError(f"data.feature_noise is {self.feature_noise}; allowed is 0 or more")
+        if not 0 <= self.feature_noise < inf:
+            raise ValueError(f"data.feature_noise is {self.feature_noise}; allowed is 0 or more, and finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +97,7 @@ class LossSettings:
     """Smoothing of D-PACE's survival probabilities, 0 (none) to 1 (uniform)."""
 
     def __post_init__(self) -> None:
-        if self.gamma is not None and self.gamma <= 0:
+        if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
         if self.sample_slots and self.kind == "dpace":
             raise ValueError(
@@ -145,8 +152,12 @@ class OptimSettings:
             _at_least(f"optim.{name}", getattr(self, name), 1)
         if self.max_steps is not None:
             _at_least("optim.max_steps", self.max_steps, 1)
-        if self.lr <= 0 or self.clip <= 0:
-            raise ValueError(f"optim.lr is {self.lr} and optim.clip is {self.clip}; both must be above 0")
+        if not 0 < self.lr < inf or not self.clip > 0:
+            raise ValueError(
+                f"optim.lr is {self.lr} and optim.clip is {self.clip}; both must be above 0, the rate finite"
+            )
+        if not 0 <= self.weight_decay < inf:
+            raise ValueError(f"optim.weight_decay is {self.weight_decay}; allowed is 0 (none) or more, and finite")
         if not 0 <= self.warmup_fraction <= 1 or not 0 <= self.final_fraction <= 1:
             raise ValueError(
                 f"optim.warmup_fraction is {self.warmup_fraction} and optim.final_fraction is {self.final_fraction}; "
@@ -154,14 +165,17 @@ class OptimSettings:
             )
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"optim.ema_decay is {self.ema_decay}; allowed is 0 (none) up to below 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; allowed is 0 up to below 1")
         self._check_muon()
         self._check_decay()
 
     def _check_muon(self) -> None:
         if self.muon_lr is None:
             return
-        if self.muon_lr <= 0:
-            raise ValueError(f"optim.muon_lr is {self.muon_lr}; it must be above 0 (null for optim.lr)")
+        if not 0 < self.muon_lr < inf:
+            raise ValueError(f"optim.muon_lr is {self.muon_lr}; it must be above 0 and finite (null for optim.lr)")
         if self.kind != "muon":
             raise ValueError(f"optim.muon_lr is {self.muon_lr} with optim.kind {self.kind}; only muon uses it")
 
@@ -214,7 +228,8 @@ class TrainConfig:
     shards: str
     """Folder that extraction wrote."""
     out: str
-    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints."""
+    """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints.
+    A link is followed: both lie where it leads."""
     target: str | None = None
     """Target folder or hub id, whose embedding and head are read; null takes the one that the shards name."""
     init: str | None = None
@@ -245,8 +260,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("log_every_steps", "save_every_steps", "keep_last"):
             _at_least(name, getattr(self, name), 1)
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; allowed is 0 or more")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}; allowed is 0 up to 2^63 - 1 ({MAX_SEED})")
         if self.cpu_threads is not None:
             _at_least("cpu_threads", self.cpu_threads, 1)
 

@@ -2,6 +2,7 @@
 
     OUT                      the finished drafter: config.json, model.safetensors, provenance.json, nothing else
     OUT.state/
+        lock                 held by the trainer that writes here
         run.json             what must not change between runs (the fingerprint)
         train.yaml           the resolved configuration
         metrics.jsonl        one line per logged step and replay
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dflash_kit.checkpoint import PROVENANCE_NAME, read_provenance
+from dflash_kit.checkpoint import PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
 from .average import WeightAverage
+from .counters import Counters, as_object, read_counters, whole
+from .fingerprint import require_same
+from .lock import LOCK_NAME, RunLock
 from .parallel import Parallel
 
 STEP_NAME = re.compile(r"step-(\d{8})")
@@ -37,40 +41,31 @@ AVERAGE_NAME = "average.safetensors"
 SHARDED_NAME = "sharded"
 
 
-@dataclass(slots=True)
-class Counters:
-    """Where a run stands; everything else follows from the step."""
-
-    step: int = 0
-    """Optimizer steps behind us, skipped ones included."""
-    skipped_steps: int = 0
-    """Steps left out because of a non-finite loss or gradient."""
-    bad_in_a_row: int = 0
-    tokens: int = 0
-    """Real tokens of packed rows seen by all processes."""
-    cut_tokens: int = 0
-    """Tokens left out because their conversation was longer than a packed row."""
-    best_step: int | None = None
-    """Step of the checkpoint with the best replayed acceptance length."""
-    best_acceptance_length: float | None = None
-    last_replay: dict[str, Any] = field(default_factory=dict)
-    """Latest replayed acceptance, by method."""
-    first_replay: dict[str, Any] = field(default_factory=dict)
-    """Replayed acceptance before the first step, of a run that started from a drafter."""
-
-
 class RunFolder:
     """The folders of one run.
 
     Args:
-        out: where the finished drafter goes.
+        out: where the finished drafter goes; a link is followed, and the state then lies beside the real folder.
+
+    Raises:
+        KitError: no folder of this name can have another beside it, or the file system refuses the name.
     """
 
     def __init__(self, out: str | Path) -> None:
-        self.out = Path(out)
+        self.out = follow_link(out)
+        if self.out.name in ("", ".."):
+            raise KitError(f"output folder is {str(out)!r}; name a folder to create, such as runs/drafter")
+        try:
+            self.out.with_name(self.out.name + ".incomplete").lstat()  # the longest name that will be needed here
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise KitError(f"output folder {str(out)!r} cannot be used ({error.strerror}); name another") from error
         self.state = self.out.with_name(self.out.name + ".state")
         self.checkpoints = self.state / "checkpoints"
         self.metrics = self.state / "metrics.jsonl"
+        self._record = self.state / "run.json"
+        self._lock = RunLock(self.state)
 
     def is_finished(self, fingerprint: Mapping[str, Any]) -> bool:
         """Whether the result is there already.
@@ -82,10 +77,26 @@ class RunFolder:
             require_dir_empty(self.out, "output folder")
             return False
         written = read_provenance(self.out).get("fingerprint")
-        if written is None:
+        if not isinstance(written, dict):
             raise KitError(f"{self.out} holds a drafter that this trainer did not write; choose another --out")
         require_same(written, fingerprint, f"the finished drafter {self.out}")
         return True
+
+    def lock(self) -> None:
+        """Keep other trainers out until ``release``; the main process calls it.
+
+        Raises:
+            KitError: another trainer is at work or has just finished, something else is there, or it cannot be written.
+        """
+        if not self._record.exists():
+            self._require_unused()
+        self._lock.take()
+        if (self.out / PROVENANCE_NAME).exists():
+            raise KitError(f"{self.out} was finished by another trainer just now; nothing to do")
+
+    def release(self) -> None:
+        """Let other trainers in; a folder in which nothing was begun goes away again."""
+        self._lock.release(delete=not self._record.exists())
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Record what must not change, or compare with what an earlier run recorded.
@@ -93,22 +104,32 @@ class RunFolder:
         Raises:
             KitError: another run's settings are recorded there.
         """
-        record = self.state / "run.json"
-        if record.exists():
-            require_same(json.loads(record.read_text()), fingerprint, f"the run in {self.state}")
+        if self._record.exists():
+            require_same(self.recorded(), fingerprint, f"the run in {self.state}")
             return
-        require_dir_empty(self.state, "state folder")
-        self.checkpoints.mkdir(parents=True)
-        partial = record.with_suffix(".incomplete")
+        self._require_unused()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        partial = self._record.with_suffix(".incomplete")
         partial.write_text(json.dumps(fingerprint, indent=1))
-        os.replace(partial, record)
+        os.replace(partial, self._record)
 
     def recorded(self) -> dict[str, Any]:
-        """The fingerprint that an earlier run left here or in its result; empty where there was none."""
-        record = self.state / "run.json"
-        if record.exists():
-            return dict(json.loads(record.read_text()))
+        """The fingerprint that an earlier run left here or in its result; empty where there was none.
+
+        Raises:
+            KitError: the record is damaged.
+        """
+        if self._record.exists():
+            remedy = f"delete the whole folder {self.state} to begin anew, or choose another --out"
+            with whole(self._record, remedy):
+                return as_object(json.loads(self._record.read_text()))
         return dict(read_provenance(self.out).get("fingerprint") or {})
+
+    def _require_unused(self) -> None:
+        """Refuse a state folder without a record, unless it holds only what a trainer killed at its very start left."""
+        begun = {LOCK_NAME, self.checkpoints.name, self._record.with_suffix(".incomplete").name}
+        if not self.state.is_dir() or {entry.name for entry in self.state.iterdir()} - begun:
+            require_dir_empty(self.state, "state folder")
 
     def has_weights(self) -> bool:
         """Whether a saved state or a finished drafter is here."""
@@ -140,40 +161,19 @@ class RunFolder:
                 shutil.rmtree(self.checkpoint(step), ignore_errors=True)
 
     def cut_metrics(self, step: int) -> None:
-        """Drop lines of steps that will be done again."""
+        """Drop lines of steps that will be done again.
+
+        Raises:
+            KitError: the file is damaged.
+        """
         if not self.metrics.exists():
             return
-        whole = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        with whole(self.metrics, "only what was logged is in it: move it away to go on without its lines"):
+            lines = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
+            kept = [line for line in lines if as_object(json.loads(line))["step"] <= step]
         partial = self.metrics.with_suffix(".incomplete")
         partial.write_text("".join(line + "\n" for line in kept))
         os.replace(partial, self.metrics)
-
-
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    """Refuse to go on with other settings.
-
-    Raises:
-        KitError: naming the first setting that differs, and both values.
-    """
-    flat_before, flat_now = _flat(before), _flat(json.loads(json.dumps(now)))
-    for name in sorted(flat_before.keys() | flat_now.keys()):
-        was, is_ = flat_before.get(name), flat_now.get(name)
-        if was != is_:
-            raise KitError(
-                f"{what} has {name} = {json.dumps(was)} but this command says {json.dumps(is_)}; "
-                "repeat the command that began it or choose another --out"
-            )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def save_state(
@@ -224,18 +224,20 @@ def load_state(
         KitError: the state is damaged, or was saved by another number of DeepSpeed processes.
     """
     place = run.step_folder(step)
-    try:
-        counters = Counters(**json.loads((place / COUNTERS_NAME).read_text()))
-        if _is_sharded(parallel):
+    remedy = f"delete the folder {place} to go on from the one before it, or the whole folder {run.state} to begin anew"
+    with whole(place / COUNTERS_NAME, remedy):
+        counters = read_counters(place / COUNTERS_NAME, step)
+    if _is_sharded(parallel):
+        with whole(place / SHARDED_NAME, remedy):
             parallel.accelerator.load_state(str(place / SHARDED_NAME))
-        else:
-            _load_whole(place, parallel, drafter, optimizer)
-        if average is not None:
+    else:
+        with whole(place / WEIGHTS_NAME, remedy):
+            drafter.load_state_dict(load_file(place / WEIGHTS_NAME))
+        with whole(place / OPTIMIZER_NAME, remedy):
+            _load_optimizer(place / OPTIMIZER_NAME, parallel, optimizer)
+    if average is not None:
+        with whole(place / AVERAGE_NAME, remedy):
             average.load(place / AVERAGE_NAME)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise KitError(
-            f"trainer state {place} cannot be loaded ({error}); delete that folder to go on from the one before it"
-        ) from error
     return counters
 
 
@@ -252,9 +254,8 @@ def _save_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer:
     torch.save(state, folder / OPTIMIZER_NAME)
 
 
-def _load_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    drafter.load_state_dict(load_file(folder / WEIGHTS_NAME))
-    state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+def _load_optimizer(file: Path, parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    state = torch.load(file, map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["cpu_random"])
     if "gpu_random" in state and parallel.device.type == "cuda":
