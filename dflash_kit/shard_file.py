@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .errors import KitError
+from .shard_entry import ShardEntry
 from .shard_format import HEADER_KEY, STORAGE_TYPES, Row, ShardsHeader, arrow_schema, new_hasher, row_checksum
-from .shard_manifest import ShardEntry
 
 # What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
 PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)

@@ -1,7 +1,8 @@
 """The manifests of a shards folder, one a writer, and what they say together.
 
 One JSON object a line. Kinds: ``header`` (the first line), ``split`` (into how many shares the samples are split from here
-on), ``shard`` (one finished shard), ``summary`` (one run).
+on), ``shard`` (one finished shard), ``parity_passed`` and ``parity_failed`` (one check of an engine's states),
+``summary`` (one run).
 Readers take all manifests of a folder, in the order of their names; a writer appends to its own (``shard_journal``).
 """
 
@@ -16,28 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KitError
+from .shard_entry import ShardEntry, check_summary, count_in
 from .shard_format import ShardsHeader
 from .shard_share import Share, manifest_names
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardEntry:
-    """Journal line of one finished shard."""
-
-    file: str
-    """File name inside the folder."""
-    rows: int
-    """Number of rows."""
-    tokens: int
-    """Sum of ``lengths``."""
-    lengths: list[int]
-    """Tokens with states, per row."""
-    ids: list[str]
-    """Row ids, in the order of the file."""
-    checksum: str
-    """``algorithm:hex`` of the whole file."""
-    bytes: int
-    """Size of the file."""
 
 
 @dataclass(slots=True)
@@ -54,6 +36,10 @@ class Manifest:
     """Finished shards, in the order in which they were finished."""
     summary: dict[str, Any] | None = None
     """Of the writer's last run that completed."""
+    parity_failure: str | None = None
+    """Sample, layer and difference of a parity check that failed; nothing that follows lifts it."""
+    has_parity: bool = False
+    """Whether a parity check was passed."""
     whole_bytes: int = 0
     """Length of the complete lines; whatever follows is a torn line."""
 
@@ -91,6 +77,11 @@ class Manifests:
         asked = sum(summary.get("asked", 0) for summary in found)
         return {"asked": asked, "dropped": dict(dropped), "world_size": found[0]["world_size"]}
 
+    @property
+    def has_parity(self) -> bool:
+        """Whether some rows of the folder have passed a parity check."""
+        return any(part.has_parity for part in self.parts)
+
     def of(self, name: str) -> Manifest:
         """The manifest of this name; an empty one when it is not there."""
         return next((part for part in self.parts if part.name == name), Manifest(name))
@@ -115,11 +106,17 @@ def read_manifests(folder: Path) -> Manifests:
     """Read all manifests of a folder; nothing is changed. One without a complete line counts as empty.
 
     Raises:
-        KitError: no manifest, a damaged one, or two of different headers.
+        KitError: no manifest, a damaged one, two of different headers, or shards that failed a parity check.
     """
     with without_garbage_collection():
         manifests = Manifests([read_manifest(folder / name) for name in _names(folder)])
     _require_agreement(folder, [(part.name, part.header) for part in manifests.parts])
+    failed = next((part for part in manifests.parts if part.parity_failure is not None), None)
+    if failed is not None:
+        raise KitError(
+            f"the shards in {folder} failed their parity check ({failed.parity_failure}; {failed.name}) and are not fit to "
+            f"train on: delete {folder} and extract again"
+        )
     return manifests
 
 
@@ -137,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
     for number, line in enumerate(data[: manifest.whole_bytes].splitlines(), start=1):
         try:
             _take_line(manifest, json.loads(str(line, "utf-8")), number)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise KitError(f"{path} line {number} is damaged ({error}); restore the manifest from a copy") from error
     return manifest
 
@@ -198,7 +195,7 @@ def _read_first_line(path: Path) -> ShardsHeader | None:
         return ShardsHeader.from_dict(values)
     except OSError as error:
         raise KitError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise KitError(f"{path} line 1 is damaged ({error}); restore the manifest from a copy") from error
 
 
@@ -210,21 +207,14 @@ def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
         manifest.header = ShardsHeader.from_dict(line)
         manifest.world_size = 1 if manifest.name == Share().manifest_name else None
     elif kind == "shard":
-        entry = ShardEntry(
-            file=line["file"],
-            rows=line["rows"],
-            tokens=line["tokens"],
-            lengths=line["lengths"],
-            ids=line["ids"],
-            checksum=line["checksum"],
-            bytes=line["bytes"],
-        )
-        if not entry.rows == len(entry.lengths) == len(entry.ids) or entry.tokens != sum(entry.lengths):
-            raise ValueError(f"counts of {entry.file} disagree with each other")
-        manifest.shards.append(entry)
+        manifest.shards.append(ShardEntry.from_dict(line))
     elif kind == "summary":
-        manifest.summary = line
+        manifest.summary = check_summary(line)
     elif kind == "split":
-        manifest.world_size = line["world_size"]
+        manifest.world_size = count_in(line, "world_size")
+    elif kind == "parity_failed":
+        manifest.parity_failure = f"sample {line['sample']}, layer {line['layer']}, difference {line['difference']}"
+    elif kind == "parity_passed":
+        manifest.has_parity = True
     else:
         raise ValueError(f"unknown kind {kind!r}")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from .errors import KitError
 from .shard_checks import check_row
+from .shard_entry import ShardEntry
 from .shard_file import ShardFile
 from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_checksum, row_checksum
-from .shard_manifest import ShardEntry, read_manifests
+from .shard_manifest import read_manifests
 from .shard_share import Share
 
 

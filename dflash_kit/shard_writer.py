@@ -20,6 +20,7 @@ from typing import Any
 from .errors import KitError, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
+from .shard_entry import ShardEntry
 from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
 from .shard_folder import (
     make_folder,
@@ -31,7 +32,7 @@ from .shard_folder import (
 )
 from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
 from .shard_journal import Journal
-from .shard_manifest import ShardEntry, read_manifest
+from .shard_manifest import read_manifest
 from .shard_share import Share
 
 DEFAULT_SHARD_BYTES = 256 << 20
