@@ -168,14 +168,18 @@ class ShardFile:
 
 def to_stored(row: Row, header: ShardsHeader) -> Row:
     """The row as it is stored: int32 ids, bool mask, hidden states in the stored dtype, on the CPU."""
-    dtype = STORAGE_TYPES[header.dtype][1]
     return Row(
         id=row.id,
         input_ids=row.input_ids.to("cpu", torch.int32).contiguous(),
         loss_mask=row.loss_mask.to("cpu", torch.bool).contiguous(),
-        hidden_states=row.hidden_states.to("cpu", dtype).contiguous(),
+        hidden_states=to_stored_states(row, header),
         next_token=row.next_token,
     )
+
+
+def to_stored_states(row: Row, header: ShardsHeader) -> Tensor:
+    """The row's hidden states in the stored dtype, on the CPU; no copy where they are so already."""
+    return row.hidden_states.to("cpu", STORAGE_TYPES[header.dtype][1]).contiguous()
 
 
 def _to_batch(row: Row, header: ShardsHeader, schema: pa.Schema) -> pa.RecordBatch:

@@ -46,14 +46,15 @@ class Manifest:
 
 @dataclass(slots=True)
 class Manifests:
-    """The manifests of a folder, one a writer, sorted by name. Their headers agree."""
+    """The manifests of a folder, one a writer, sorted by name. The headers of those with shards agree."""
 
     parts: list[Manifest] = field(default_factory=list)
 
     @property
     def header(self) -> ShardsHeader | None:
-        """Header of the shards; None when no writer got as far as that."""
-        return next((part.header for part in self.parts if part.header is not None), None)
+        """Header of the shards, or of those to come; None when no writer got as far as that."""
+        known = [part for part in self.parts if part.header is not None]
+        return next((part.header for part in known if part.shards), known[0].header if known else None)
 
     @property
     def shards(self) -> list[ShardEntry]:
@@ -76,6 +77,16 @@ class Manifests:
             dropped.update(summary.get("dropped", {}))
         asked = sum(summary.get("asked", 0) for summary in found)
         return {"asked": asked, "dropped": dict(dropped), "world_size": found[0]["world_size"]}
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that there must be at least: those that the last whole runs of one split asked for and did not drop."""
+        rows: Counter[int] = Counter()
+        for part in self.parts:
+            if part.summary is not None:
+                num_dropped = sum(part.summary.get("dropped", {}).values())
+                rows[part.summary.get("world_size", 1)] += part.summary.get("asked", 0) - num_dropped
+        return max(rows.values(), default=0)
 
     @property
     def has_parity(self) -> bool:
@@ -110,7 +121,8 @@ def read_manifests(folder: Path) -> Manifests:
     """
     with without_garbage_collection():
         manifests = Manifests([read_manifest(folder / name) for name in _names(folder)])
-    _require_agreement(folder, [(part.name, part.header) for part in manifests.parts])
+    # One without shards is what a start that failed has left, or what a writer has just begun (which looks at the others).
+    require_agreement(folder, [(part.name, part.header) for part in manifests.parts if part.shards])
     failed = next((part for part in manifests.parts if part.parity_failure is not None), None)
     if failed is not None:
         raise KitError(
@@ -139,11 +151,9 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_header(folder: Path, names: list[str]) -> ShardsHeader | None:
-    """Header of a folder's shards from the first lines of these manifests alone; see ``read_manifests``."""
-    headers = [(name, _read_first_line(folder / name)) for name in names]
-    _require_agreement(folder, headers)
-    return next((header for _, header in headers if header is not None), None)
+def read_headers(folder: Path, names: list[str]) -> list[tuple[str, ShardsHeader | None]]:
+    """(manifest's name, header) from the first lines alone; None where a first line is not complete."""
+    return [(name, _read_first_line(folder / name)) for name in names]
 
 
 @contextmanager
@@ -170,7 +180,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def _require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
+def require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
     """Refuse shards of two kinds in one folder; a manifest whose first line is not complete agrees with all."""
     known = [(name, header) for name, header in headers if header is not None]
     for name, header in known[1:]:
