@@ -1,6 +1,10 @@
 """Faults around an extraction: a failed check stays failed, bad lines and settings are one line, starts may fail."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -8,7 +12,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.shards import open_shards, verify_shards
 from extract import parity
 from extract.cli import main
-from helpers import run_command
+from helpers import REPO, run_command
 
 
 @pytest.fixture
@@ -67,3 +71,58 @@ def test_a_rerun_that_adds_nothing_checks_what_was_never_checked(tiny_target, pr
     assert main(arguments(tiny_target, prompts, out)) == 0  # there is a record now
     assert looked_at == [open_shards(out).ids[:2]]
     assert [line["ids"] for line in lines_of(out) if line["kind"] == "parity_passed"] == looked_at
+
+
+# Starts, settings, signals
+
+
+def test_a_corrected_setting_begins_anew_where_the_start_failed(tiny_target, prompts, tmp_path):
+    target, out = tmp_path / "target", tmp_path / "s"
+    shutil.copytree(tiny_target, target)
+    (target / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(KitError, match="cannot be loaded"):
+        main(arguments(target, prompts, out))
+    assert [line["kind"] for line in lines_of(out)] == ["header"]
+    (target / "model.safetensors").write_bytes((tiny_target / "model.safetensors").read_bytes())
+    assert main(arguments(target, prompts, out, "--sampling.max_new_tokens=5", "--storage=float32")) == 0
+    assert open_shards(out).header.sampling["max_new_tokens"] == 5
+    assert verify_shards(out).ok
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--tensor_parallel_size=0", "at least 1"),
+        ("--gpu_memory_utilization=7", "up to 1"),
+        ("--gpu_memory_utilization=0", "up to 1"),
+        ("--gpu_memory_utilization=.nan", "up to 1"),
+        ("--sampling.temperature=1e-40", r"0 \(greedy\) or 0\.01\.\.100"),
+        ("--sampling.temperature=.inf", r"0 \(greedy\) or 0\.01\.\.100"),
+        ("--sampling.temperature=-1", r"0 \(greedy\) or 0\.01\.\.100"),
+        ("--sampling.seed=9223372036854775808", r"0\.\.9223372036854775807"),
+        ("--sampling.seed=-1", r"0\.\.9223372036854775807"),
+    ],
+)
+def test_settings_out_of_range_are_refused_with_the_range(tiny_target, prompts, tmp_path, option, said):
+    with pytest.raises(KitError, match=said):
+        main(arguments(tiny_target, prompts, tmp_path / "s", option))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_closed_pipe_is_one_line(tiny_target, prompts, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "s", "--dry_run")]
+    result = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert result.returncode == 141
+    assert result.stderr.startswith("error: the output is read no more")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["extract/dump.py", "train/run.py", "decode/eval.py"])
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    result = run_command(command, "--help", PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stderr.count("\n")) == (130, 1)
+    assert result.stderr.startswith("error: interrupted")
