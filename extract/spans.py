@@ -124,6 +124,10 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
     calls = bool(messages[turn].get("tool_calls"))
     is_prefix = text.startswith(before) and text.startswith(after)
     if is_prefix and calls:
+        if turn + 1 < len(messages):  # it may be left out, and the next message be alike
+            head, _ = _around(tokenizer, messages, turn + 1, **template_args)
+            if not (text.startswith(head) and head.startswith(after)):
+                raise _not_found(turn)
         return len(before), len(after)
     if calls:
         return _marked_span(tokenizer, messages, turn, text, **template_args)

@@ -139,6 +139,16 @@ def test_a_turn_that_the_template_leaves_out_is_not_found_in_what_the_user_says(
         spans_of(template, talk)
 
 
+def test_a_call_that_the_template_leaves_out_is_not_found_in_what_the_user_says():
+    template = NO_ROLES.replace(
+        "{{ m.content", "{{ m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    answer = {"role": "assistant", "content": "ok"}
+    with pytest.raises(KitError, match=r"message 2: .*cannot be found"):
+        spans_of(template, [TALK[1], call, {"role": "user", "content": "look"}, answer])
+
+
 def test_a_short_answer_is_not_found_in_the_next_question():
     """The template alters earlier turns so that the words are gone from their place, and the next message has them."""
     talk = [TALK[1], {"role": "assistant", "content": "ok"}, {"role": "user", "content": "ok"}, TALK[2]]
