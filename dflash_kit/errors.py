@@ -28,15 +28,19 @@ def run_cli(main: Callable[[list[str] | None], int] | str, argv: list[str] | Non
         any more.
     """
     try:
-        status: int = (importlib.import_module(main).main if isinstance(main, str) else main)(argv)
-        sys.stdout.flush()  # at exit nobody could handle its errors
-        return status
-    except KitError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+        try:
+            function: Callable[[list[str] | None], int] = (
+                importlib.import_module(main).main if isinstance(main, str) else main
+            )
+            return function(argv)
+        except KitError as error:
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("error: interrupted; run the same command again to resume", file=sys.stderr)
+            return 130
+        finally:
+            sys.stdout.flush()  # at exit nobody could handle its errors
     except BrokenPipeError:
         # Python flushes once more at exit; that must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -145,6 +145,14 @@ class ShardFile:
                 f"shard {self.path} row {index} is damaged: {error}; restore the file from a copy"
             ) from error
 
+    def sound_rows(self) -> list[Row]:
+        """All rows; ``KitError`` for one that does not match its checksum."""
+        pairs = [self.row(index) for index in range(self.num_rows)]
+        damaged = [row.id for row, checksum in pairs if row_checksum(self.header.checksum, row) != checksum]
+        if damaged:
+            raise KitError(f"shard {self.path} is damaged: row {damaged[0]} does not match its checksum")
+        return [row for row, _ in pairs]
+
     def _to_row(self, batch: pa.RecordBatch) -> Row:
         dtype = STORAGE_TYPES[self.header.dtype][1]
         states = batch.column("hidden_states").values.values

@@ -30,7 +30,7 @@ from .shard_folder import (
     require_no_other_split,
     require_same_kind,
 )
-from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum, row_checksum
+from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
 from .shard_journal import Journal
 from .shard_manifest import Manifest, read_manifest
 from .shard_share import Share
@@ -257,15 +257,12 @@ class ShardWriter:
         """
         shard = ShardFile(path)
         shard.header.require_compatible(self.header, f"shard {path}")
-        rows = []
-        for index in range(shard.num_rows):
-            row, checksum = shard.row(index)
-            if row_checksum(self.header.checksum, row) != checksum:
-                raise KitError(
-                    f"shard {path}, which a killed run had not journalled, is damaged: row {row.id} does not match its "
-                    "checksum; delete the file and run the same command again: its rows are captured anew"
-                )
-            rows.append(row)
+        try:
+            rows = shard.sound_rows()
+        except KitError as error:
+            raise KitError(
+                f"{error}; a killed run left it: delete it and run again, its rows are captured anew"
+            ) from error
         ids, lengths = [row.id for row in rows], [len(row.input_ids) for row in rows]
         repeated = self.done_ids.intersection(ids)
         if repeated:

@@ -109,15 +109,21 @@ def test_settings_out_of_range_are_refused_with_the_range(tiny_target, prompts, 
     assert not (tmp_path / "s").exists()
 
 
-def test_a_closed_pipe_is_one_line(tiny_target, prompts, tmp_path):
+@pytest.mark.parametrize("what", ["--dry_run", "--help", "--limit=0"])
+def test_a_closed_pipe_is_one_line(tiny_target, prompts, tmp_path, what):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "s", "--dry_run")]
+    command = [sys.executable, "extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "s", what)]
     result = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert result.returncode == 141
-    assert result.stderr.startswith("error: the output is read no more")
+    if what == "--help":  # argparse does not mind
+        assert (result.returncode, result.stderr) == (0, "")
+        return
     assert result.stderr.count("\n") == 1
+    if what == "--limit=0":
+        assert (result.returncode, "limit is 0" in result.stderr) == (2, True)
+    else:
+        assert (result.returncode, result.stderr[:34]) == (141, "error: the output is read no more ")
 
 
 @pytest.mark.parametrize("command", ["extract/dump.py", "train/run.py", "decode/eval.py"])
