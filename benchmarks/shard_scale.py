@@ -126,7 +126,7 @@ def write_share(folder: Path, rank: int, options: argparse.Namespace, *, is_real
     """What one writer leaves behind."""
     import torch
 
-    from dflash_kit.shard_manifest import ShardEntry
+    from dflash_kit.shard_entry import ShardEntry
     from dflash_kit.shard_share import Share
     from dflash_kit.shards import Row, ShardWriter
 

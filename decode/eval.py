@@ -6,7 +6,6 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 if __name__ == "__main__":
-    from decode.cli import main
     from dflash_kit.errors import run_cli
 
-    sys.exit(run_cli(main))
+    sys.exit(run_cli("decode.cli"))

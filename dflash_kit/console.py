@@ -5,8 +5,6 @@ Each imports its stage only when called, so that one stage's missing extras neve
 
 from __future__ import annotations
 
-import importlib
-
 from dflash_kit.errors import run_cli
 
 
@@ -26,4 +24,4 @@ def evaluate() -> int:
 
 
 def _run(stage: str) -> int:
-    return run_cli(importlib.import_module(f"dflash_kit.{stage}.cli").main)
+    return run_cli(f"dflash_kit.{stage}.cli")

@@ -1,6 +1,9 @@
 """The one exception for a user's mistake, and the checks every stage shares."""
 
+import importlib
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +16,36 @@ class KitError(Exception):
     """
 
 
-def run_cli(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
+def run_cli(main: Callable[[list[str] | None], int] | str, argv: list[str] | None = None) -> int:
     """Run a stage's ``main`` and turn a ``KitError`` into one line on stderr.
 
+    Args:
+        main: the function, or the module that holds it: its imports take seconds, in which Ctrl-C may come as well.
+        argv: the command line; None: that of the process.
+
     Returns:
-        The exit status: what ``main`` returns, 2 for a ``KitError``, 130 after Ctrl-C.
+        The exit status: what ``main`` returns, 2 for a ``KitError``, 130 after Ctrl-C, 141 when nobody reads the output
+        any more.
     """
     try:
-        return main(argv)
-    except KitError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+        try:
+            function: Callable[[list[str] | None], int] = (
+                importlib.import_module(main).main if isinstance(main, str) else main
+            )
+            return function(argv)
+        except KitError as error:
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("error: interrupted; run the same command again to resume", file=sys.stderr)
+            return 130
+        finally:
+            sys.stdout.flush()  # at exit nobody could handle its errors
+    except BrokenPipeError:
+        # Python flushes once more at exit; that must not fail, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: the output is read no more (a closed pipe); run the same command again", file=sys.stderr)
+        return 128 + signal.SIGPIPE
 
 
 def require_dir_empty(path: str | Path, what: str) -> None:

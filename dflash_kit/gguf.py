@@ -86,7 +86,11 @@ def convert_gguf(out: Path, gguf_path: Path | None = None) -> bool:
         partial = out.with_name(out.name + ".incomplete")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_model(source, partial)
+        try:
+            _write_model(source, partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         if out.exists():
             out.rmdir()
         partial.rename(out)

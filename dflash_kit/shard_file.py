@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .errors import KitError
+from .shard_entry import ShardEntry
 from .shard_format import HEADER_KEY, STORAGE_TYPES, Row, ShardsHeader, arrow_schema, new_hasher, row_checksum
-from .shard_manifest import ShardEntry
 
 # What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
 PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
@@ -145,6 +145,14 @@ class ShardFile:
                 f"shard {self.path} row {index} is damaged: {error}; restore the file from a copy"
             ) from error
 
+    def sound_rows(self) -> list[Row]:
+        """All rows; ``KitError`` for one that does not match its checksum."""
+        pairs = [self.row(index) for index in range(self.num_rows)]
+        damaged = [row.id for row, checksum in pairs if row_checksum(self.header.checksum, row) != checksum]
+        if damaged:
+            raise KitError(f"shard {self.path} is damaged: row {damaged[0]} does not match its checksum")
+        return [row for row, _ in pairs]
+
     def _to_row(self, batch: pa.RecordBatch) -> Row:
         dtype = STORAGE_TYPES[self.header.dtype][1]
         states = batch.column("hidden_states").values.values
@@ -168,14 +176,18 @@ class ShardFile:
 
 def to_stored(row: Row, header: ShardsHeader) -> Row:
     """The row as it is stored: int32 ids, bool mask, hidden states in the stored dtype, on the CPU."""
-    dtype = STORAGE_TYPES[header.dtype][1]
     return Row(
         id=row.id,
         input_ids=row.input_ids.to("cpu", torch.int32).contiguous(),
         loss_mask=row.loss_mask.to("cpu", torch.bool).contiguous(),
-        hidden_states=row.hidden_states.to("cpu", dtype).contiguous(),
+        hidden_states=to_stored_states(row, header),
         next_token=row.next_token,
     )
+
+
+def to_stored_states(row: Row, header: ShardsHeader) -> Tensor:
+    """The row's hidden states in the stored dtype, on the CPU; no copy where they are so already."""
+    return row.hidden_states.to("cpu", STORAGE_TYPES[header.dtype][1]).contiguous()
 
 
 def _to_batch(row: Row, header: ShardsHeader, schema: pa.Schema) -> pa.RecordBatch:

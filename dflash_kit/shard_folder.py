@@ -7,8 +7,8 @@ from pathlib import Path
 from .errors import KitError
 from .shard_format import ShardsHeader
 from .shard_journal import is_being_written
-from .shard_manifest import Manifest, Manifests, read_header, read_manifests
-from .shard_share import Share, manifest_names
+from .shard_manifest import Manifest, Manifests, read_headers, read_manifest, read_manifests, require_agreement
+from .shard_share import Share, manifest_names, manifest_of_shard
 
 
 def inspect_folder(folder: Path, header: ShardsHeader, share: Share) -> Manifests:
@@ -28,12 +28,22 @@ def read_sound_manifests(folder: Path, share: Share) -> Manifests:
     """The manifests of a shards folder, checked as ``inspect_folder`` does; their headers agree with each other."""
     manifests = read_manifests(folder)
     own = manifests.of(share.manifest_name)
+    _require_agreement_at_work(folder, manifests)
     require_header(folder, own, share)
     repetition = manifests.repetition()
     if repetition is not None:
         raise KitError(f"{folder}: {repetition}; {REPETITION_HELP}")
     _require_shards(folder, manifests, own)
     return manifests
+
+
+def _require_agreement_at_work(folder: Path, manifests: Manifests) -> None:
+    """Refuse writers of two kinds that have just begun, none of which has a shard yet."""
+    headers = [(part.name, part.header) for part in manifests.parts]
+    known = [header for _, header in headers if header is not None]
+    if any(header.difference(known[0]) is not None for header in known):  # then look at the locks, too
+        parts = [part for part in manifests.parts if part.shards or is_being_written(folder / part.name)]
+        require_agreement(folder, [(part.name, part.header) for part in parts])
 
 
 REPETITION_HELP = (
@@ -44,6 +54,8 @@ REPETITION_HELP = (
 
 def require_same_kind(folder: Path, header: ShardsHeader) -> bool:
     """Refuse a folder that cannot take shards of this header; of the manifests only the first lines are read.
+
+    The header of a start that failed binds nobody: of a manifest that lists no shards and that nobody writes.
 
     Returns:
         Whether it is a shards folder already; False: it is new or empty.
@@ -61,10 +73,22 @@ def require_same_kind(folder: Path, header: ShardsHeader) -> bool:
         raise KitError(
             f"{folder} is not empty and not a shards folder; nothing was written: name a new or empty folder"
         )
-    found = read_header(folder, manifests)
-    if found is not None:
-        found.require_compatible(header, f"cannot add to {folder}")
+    found = [
+        (name, theirs)
+        for name, theirs in read_headers(folder, manifests)
+        if theirs is not None and (theirs.difference(header) is None or not _is_vacant(folder, name, names))
+    ]
+    require_agreement(folder, list(found))
+    if found:
+        found[0][1].require_compatible(header, f"cannot add to {folder}")
     return True
+
+
+def _is_vacant(folder: Path, name: str, names: list[str]) -> bool:
+    """Whether a manifest holds nothing but what a start that failed has left: a header, and no shards."""
+    if any(manifest_of_shard(file) == name for file in names) or read_manifest(folder / name).shards:
+        return False
+    return not is_being_written(folder / name)
 
 
 def require_header(folder: Path, own: Manifest, share: Share) -> None:

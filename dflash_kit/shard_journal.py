@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KitError
+from .shard_entry import ShardEntry
 from .shard_format import ShardsHeader
-from .shard_manifest import ShardEntry
+from .shard_manifest import read_manifest
 
 
 class Journal:
@@ -77,6 +78,11 @@ class Journal:
         """Journal the end of a run."""
         self._append({"kind": "summary", **summary})
 
+    def append_parity(self, failure: dict[str, Any] | None, ids: list[str]) -> None:
+        """Journal a parity check of these rows: what failed, or that they passed."""
+        outcome = {"kind": "parity_passed"} if failure is None else {"kind": "parity_failed", **failure}
+        self._append({**outcome, "ids": ids})
+
     def close(self) -> None:
         """Close the file and release the lock."""
         os.close(self._file)
@@ -92,6 +98,27 @@ class Journal:
             self.start_after(self._end_bytes)  # leave the manifest as it was before
             raise
         self._end_bytes += len(data)
+
+
+def journal_parity(path: Path, failure: dict[str, Any] | None, ids: list[str]) -> None:
+    """Note a parity check in a manifest that nobody writes any more (its writer gets half a minute to end).
+
+    Args:
+        path: the manifest.
+        failure: ``sample``, ``layer`` and ``difference``; None: the check was passed.
+        ids: rows that were looked at.
+
+    Raises:
+        KitError: somebody writes the manifest, or it cannot be written.
+    """
+    journal = Journal(path, lock_wait_s=30.0)
+    try:
+        journal.start_after(read_manifest(path).whole_bytes)
+        journal.append_parity(failure, ids)
+    except OSError as error:
+        raise KitError(f"cannot write to {path}: {error.strerror or error}; make room") from error
+    finally:
+        journal.close()
 
 
 def is_being_written(path: Path) -> bool:

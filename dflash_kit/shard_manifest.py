@@ -1,7 +1,8 @@
 """The manifests of a shards folder, one a writer, and what they say together.
 
 One JSON object a line. Kinds: ``header`` (the first line), ``split`` (into how many shares the samples are split from here
-on), ``shard`` (one finished shard), ``summary`` (one run).
+on), ``shard`` (one finished shard), ``parity_passed`` and ``parity_failed`` (one check of an engine's states),
+``summary`` (one run).
 Readers take all manifests of a folder, in the order of their names; a writer appends to its own (``shard_journal``).
 """
 
@@ -16,28 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KitError
+from .shard_entry import ShardEntry, check_summary, count_in
 from .shard_format import ShardsHeader
 from .shard_share import Share, manifest_names
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardEntry:
-    """Journal line of one finished shard."""
-
-    file: str
-    """File name inside the folder."""
-    rows: int
-    """Number of rows."""
-    tokens: int
-    """Sum of ``lengths``."""
-    lengths: list[int]
-    """Tokens with states, per row."""
-    ids: list[str]
-    """Row ids, in the order of the file."""
-    checksum: str
-    """``algorithm:hex`` of the whole file."""
-    bytes: int
-    """Size of the file."""
 
 
 @dataclass(slots=True)
@@ -54,20 +36,25 @@ class Manifest:
     """Finished shards, in the order in which they were finished."""
     summary: dict[str, Any] | None = None
     """Of the writer's last run that completed."""
+    parity_failure: str | None = None
+    """Sample, layer and difference of a parity check that failed; nothing that follows lifts it."""
+    has_parity: bool = False
+    """Whether a parity check was passed."""
     whole_bytes: int = 0
     """Length of the complete lines; whatever follows is a torn line."""
 
 
 @dataclass(slots=True)
 class Manifests:
-    """The manifests of a folder, one a writer, sorted by name. Their headers agree."""
+    """The manifests of a folder, one a writer, sorted by name. The headers of those with shards agree."""
 
     parts: list[Manifest] = field(default_factory=list)
 
     @property
     def header(self) -> ShardsHeader | None:
-        """Header of the shards; None when no writer got as far as that."""
-        return next((part.header for part in self.parts if part.header is not None), None)
+        """Header of the shards, or of those to come; None when no writer got as far as that."""
+        known = [part for part in self.parts if part.header is not None]
+        return next((part.header for part in known if part.shards), known[0].header if known else None)
 
     @property
     def shards(self) -> list[ShardEntry]:
@@ -90,6 +77,21 @@ class Manifests:
             dropped.update(summary.get("dropped", {}))
         asked = sum(summary.get("asked", 0) for summary in found)
         return {"asked": asked, "dropped": dict(dropped), "world_size": found[0]["world_size"]}
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that there must be at least: those that the last whole runs of one split asked for and did not drop."""
+        rows: Counter[int] = Counter()
+        for part in self.parts:
+            if part.summary is not None:
+                num_dropped = sum(part.summary.get("dropped", {}).values())
+                rows[part.summary.get("world_size", 1)] += part.summary.get("asked", 0) - num_dropped
+        return max(rows.values(), default=0)
+
+    @property
+    def has_parity(self) -> bool:
+        """Whether some rows of the folder have passed a parity check."""
+        return any(part.has_parity for part in self.parts)
 
     def of(self, name: str) -> Manifest:
         """The manifest of this name; an empty one when it is not there."""
@@ -115,11 +117,18 @@ def read_manifests(folder: Path) -> Manifests:
     """Read all manifests of a folder; nothing is changed. One without a complete line counts as empty.
 
     Raises:
-        KitError: no manifest, a damaged one, or two of different headers.
+        KitError: no manifest, a damaged one, two of different headers, or shards that failed a parity check.
     """
     with without_garbage_collection():
         manifests = Manifests([read_manifest(folder / name) for name in _names(folder)])
-    _require_agreement(folder, [(part.name, part.header) for part in manifests.parts])
+    # One without shards is what a start that failed has left, or what a writer has just begun (which looks at the others).
+    require_agreement(folder, [(part.name, part.header) for part in manifests.parts if part.shards])
+    failed = next((part for part in manifests.parts if part.parity_failure is not None), None)
+    if failed is not None:
+        raise KitError(
+            f"the shards in {folder} failed their parity check ({failed.parity_failure}; {failed.name}) and are not fit to "
+            f"train on: delete {folder} and extract again"
+        )
     return manifests
 
 
@@ -137,16 +146,14 @@ def read_manifest(path: Path) -> Manifest:
     for number, line in enumerate(data[: manifest.whole_bytes].splitlines(), start=1):
         try:
             _take_line(manifest, json.loads(str(line, "utf-8")), number)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise KitError(f"{path} line {number} is damaged ({error}); restore the manifest from a copy") from error
     return manifest
 
 
-def read_header(folder: Path, names: list[str]) -> ShardsHeader | None:
-    """Header of a folder's shards from the first lines of these manifests alone; see ``read_manifests``."""
-    headers = [(name, _read_first_line(folder / name)) for name in names]
-    _require_agreement(folder, headers)
-    return next((header for _, header in headers if header is not None), None)
+def read_headers(folder: Path, names: list[str]) -> list[tuple[str, ShardsHeader | None]]:
+    """(manifest's name, header) from the first lines alone; None where a first line is not complete."""
+    return [(name, _read_first_line(folder / name)) for name in names]
 
 
 @contextmanager
@@ -173,7 +180,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def _require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
+def require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
     """Refuse shards of two kinds in one folder; a manifest whose first line is not complete agrees with all."""
     known = [(name, header) for name, header in headers if header is not None]
     for name, header in known[1:]:
@@ -198,7 +205,7 @@ def _read_first_line(path: Path) -> ShardsHeader | None:
         return ShardsHeader.from_dict(values)
     except OSError as error:
         raise KitError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise KitError(f"{path} line 1 is damaged ({error}); restore the manifest from a copy") from error
 
 
@@ -210,21 +217,14 @@ def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
         manifest.header = ShardsHeader.from_dict(line)
         manifest.world_size = 1 if manifest.name == Share().manifest_name else None
     elif kind == "shard":
-        entry = ShardEntry(
-            file=line["file"],
-            rows=line["rows"],
-            tokens=line["tokens"],
-            lengths=line["lengths"],
-            ids=line["ids"],
-            checksum=line["checksum"],
-            bytes=line["bytes"],
-        )
-        if not entry.rows == len(entry.lengths) == len(entry.ids) or entry.tokens != sum(entry.lengths):
-            raise ValueError(f"counts of {entry.file} disagree with each other")
-        manifest.shards.append(entry)
+        manifest.shards.append(ShardEntry.from_dict(line))
     elif kind == "summary":
-        manifest.summary = line
+        manifest.summary = check_summary(line)
     elif kind == "split":
-        manifest.world_size = line["world_size"]
+        manifest.world_size = count_in(line, "world_size")
+    elif kind == "parity_failed":
+        manifest.parity_failure = f"sample {line['sample']}, layer {line['layer']}, difference {line['difference']}"
+    elif kind == "parity_passed":
+        manifest.has_parity = True
     else:
         raise ValueError(f"unknown kind {kind!r}")

@@ -56,3 +56,11 @@ class Share:
 def manifest_names(names: list[str]) -> list[str]:
     """The manifests among the names in a folder, sorted; empty when it is no shards folder."""
     return sorted(name for name in names if name.startswith("manifest") and _MANIFEST.fullmatch(name))
+
+
+def manifest_of_shard(name: str) -> str | None:
+    """Name of the manifest that lists a shard of this name; None when no writer gives such a name."""
+    found = _SHARD.fullmatch(name)
+    if found is None:
+        return None
+    return f"manifest-r{found[1]}.jsonl" if found[1] else "manifest.jsonl"

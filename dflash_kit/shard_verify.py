@@ -5,10 +5,12 @@ from pathlib import Path
 
 from .errors import KitError
 from .shard_checks import check_row
+from .shard_entry import ShardEntry
 from .shard_file import ShardFile
 from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_checksum, row_checksum
-from .shard_manifest import ShardEntry, read_manifests
-from .shard_share import Share
+from .shard_journal import is_being_written
+from .shard_manifest import Manifests, read_manifests
+from .shard_share import Share, manifest_of_shard
 
 
 @dataclass(slots=True)
@@ -26,7 +28,7 @@ class ShardsReport:
     problems: list[str] = field(default_factory=list)
     """One line for each fault; empty when everything is sound."""
     notes: list[str] = field(default_factory=list)
-    """Leftovers of a killed run, which the next run mends."""
+    """Leftovers of a killed run, which the next run mends, and what a writer at work has not journalled yet."""
 
     @property
     def ok(self) -> bool:
@@ -65,11 +67,31 @@ def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsRepor
         except KitError as error:
             report.problems.append(f"{entry.file}: {error}")
     if share is None:
-        listed = {entry.file for entry in shards}
-        finished = sorted(folder.glob(SHARD_GLOB))
-        report.notes += [f"{path.name}: not in a manifest" for path in finished if path.name not in listed]
-        report.notes += [f"{path.name}: unfinished" for path in sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))]
+        _find_losses(folder, manifests, report)
     return report
+
+
+def _find_losses(folder: Path, manifests: Manifests, report: ShardsReport) -> None:
+    """Shards that no manifest lists, and rows that a finished run had and that are listed no more."""
+    listed = {entry.file for entry in manifests.shards}
+    for path in sorted(folder.glob(SHARD_GLOB)):
+        if path.name in listed:
+            continue
+        manifest = manifest_of_shard(path.name)
+        if manifest is not None and is_being_written(folder / manifest):
+            report.notes.append(f"{path.name}: not in {manifest} yet, which is being written")
+        else:
+            report.problems.append(
+                f"{path.name}: not in a manifest, so its rows are not read; run the extraction again, which takes over "
+                "what a killed run left, or move the file away"
+            )
+    if report.rows < manifests.least_rows:
+        report.problems.append(
+            f"{report.rows} rows are listed, but the last run that completed had {manifests.least_rows}; restore the "
+            "manifest from a copy or run the extraction again"
+        )
+    unfinished = sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))
+    report.notes += [f"{path.name}: unfinished; the next run of the extraction mends it" for path in unfinished]
 
 
 def _verify_shard(path: Path, entry: ShardEntry, header: ShardsHeader) -> None:

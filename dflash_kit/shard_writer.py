@@ -12,7 +12,7 @@ write to two files do not. Numbers are given out when a shard is begun; one that
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 from .errors import KitError, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
-from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
+from .shard_entry import ShardEntry
+from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored, to_stored_states
 from .shard_folder import (
     make_folder,
     orphans,
@@ -31,7 +32,7 @@ from .shard_folder import (
 )
 from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
 from .shard_journal import Journal
-from .shard_manifest import ShardEntry, read_manifest
+from .shard_manifest import Manifest, read_manifest
 from .shard_share import Share
 
 DEFAULT_SHARD_BYTES = 256 << 20
@@ -116,6 +117,8 @@ class ShardWriter:
             KitError: the row is not fit to train on (see ``check_row``), its id is there already, or the
                 disk is full (then finished shards are intact and the unfinished one is dropped).
         """
+        # What is stored counts: rounding makes large values infinite and small ones zero.
+        row = replace(row, hidden_states=to_stored_states(row, self.header))
         check_row(row, self.header, taps_are_sound=taps_are_sound)
         with uninterrupted():
             self._add(row, lane)
@@ -219,6 +222,11 @@ class ShardWriter:
         """Bring this writer's files to the state after its last finished shard; the lock is held."""
         own = read_manifest(self.folder / self.share.manifest_name)
         require_header(self.folder, own, self.share)
+        if own.header is not None and own.header != self.header:
+            if own.shards or orphans(os.listdir(self.folder), own, self.share):
+                own.header.require_compatible(self.header, f"cannot add to {self.folder}")
+            else:  # left by a start that failed: begin anew
+                own = Manifest(own.name)
         self._journal.start_after(own.whole_bytes)
         if own.header is None:
             self._journal.append_header(self.header)
@@ -249,7 +257,12 @@ class ShardWriter:
         """
         shard = ShardFile(path)
         shard.header.require_compatible(self.header, f"shard {path}")
-        rows = [shard.row(i)[0] for i in range(shard.num_rows)]
+        try:
+            rows = shard.sound_rows()
+        except KitError as error:
+            raise KitError(
+                f"{error}; a killed run left it: delete it and run again, its rows are captured anew"
+            ) from error
         ids, lengths = [row.id for row in rows], [len(row.input_ids) for row in rows]
         repeated = self.done_ids.intersection(ids)
         if repeated:

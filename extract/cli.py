@@ -13,13 +13,13 @@ from dflash_kit.config import parse_config, save_config
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.interrupts import sigterm_interrupts
 from dflash_kit.shard_folder import inspect_folder
-from dflash_kit.shards import ShardsHeader, ShardWriter
+from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards
 from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
 from .capture import Capture, Job
 from .launcher import launch
-from .parity import check_parity
+from .parity import settle_parity
 from .plan import Limits, Plan, make_plan
 from .prompts import LineErrors, read_prompts
 from .screen import Screen
@@ -59,7 +59,8 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         show(config, spec, header)
         return
     folder, share = Path(config.out), config.shares[0]
-    done_ids = {row_id for entry in inspect_folder(folder, header, share).shards for row_id in entry.ids}
+    found = inspect_folder(folder, header, share)
+    done_ids = {row_id for entry in found.shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
     if config.dry_run:
         screen.plan(plan, header, folder)
@@ -74,9 +75,11 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         save_config(config, folder / CONFIG_NAME)
     screen.plan(plan, header, folder)
     totals = run(config, spec, header, plan, screen)
-    if config.parity and share.rank == 0 and totals["rows_added"]:
-        ids = [sample.id for sample in plan.samples[: config.parity]]
-        screen.say(str(check_parity(folder, ids, revision=spec.revision)))
+    if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
+        # A run that was ended before its check, and is started again with nothing left to add, is checked now.
+        ids = [sample.id for sample in plan.samples] or open_shards(folder).ids
+        if ids:
+            screen.say(str(settle_parity(folder, share.manifest_name, ids[: config.parity], revision=spec.revision)))
     if config.verify:
         print_report(verify_shards(folder, None if config.is_whole else share))
     screen.done({"out": str(folder), **plan.summary(), **totals})

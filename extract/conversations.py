@@ -16,6 +16,8 @@ from dflash_kit.errors import KitError
 from .readers import CONTENT_COLUMNS, Record, unknown_columns
 from .spans import Message, Span
 
+# Damaged JSON (and bytes that are no UTF-8), or JSON that is nested too deeply.
+JSON_FAULTS = (ValueError, RecursionError)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -81,8 +83,23 @@ def to_line(record: Record, prompt_column: str | None = None) -> Line:
         prompt_column: the column that holds the prompt or the messages, in place of those that are known.
 
     Raises:
-        KitError: it says nothing that is understood; naming file and line.
+        KitError: it says nothing that is understood, or what is no text; naming file and line.
     """
+    try:
+        line = _to_line(record, prompt_column)
+        if not isinstance(line, Tokens):
+            said = line.text if isinstance(line, PlainText) else [line.messages, line.tools]
+            json.dumps(said, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise KitError(
+            f"{record.source}: {error.object[error.start]!r} is half a surrogate pair, which is no character; mend the text"
+        ) from error
+    except RecursionError as error:
+        raise KitError(f"{record.source}: nested too deeply; a message or tool has a few levels") from error
+    return line
+
+
+def _to_line(record: Record, prompt_column: str | None) -> Line:
     source, value = record.source, _parsed(record)
     columns = (prompt_column,) if prompt_column else CONTENT_COLUMNS
     column = next((name for name in columns if value.get(name) is not None), None)
@@ -108,7 +125,7 @@ def _parsed(record: Record) -> dict[str, Any]:
     if isinstance(value, bytes):
         try:
             value = json.loads(value)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        except JSON_FAULTS as error:  # JSONDecodeError and UnicodeDecodeError
             raise KitError(f"{record.source}: not JSON ({error}); each line must be one JSON object") from error
     if not isinstance(value, dict):
         kind = type(value).__name__
@@ -160,7 +177,7 @@ def _from_sharegpt(value: dict[str, Any], where: str) -> Message:
         return {"role": role, "content": said}
     try:
         calls = json.loads(said) if isinstance(said, str) else said
-    except ValueError as error:
+    except JSON_FAULTS as error:
         raise KitError(f"{where} is a function_call whose value is not JSON ({error})") from error
     return {"role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
@@ -184,7 +201,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except JSON_FAULTS as error:
             raise KitError(f"{where} calls {function['name']} with arguments that are not JSON ({error})") from error
     if not isinstance(arguments, dict):
         raise KitError(f"{where} calls {function['name']} with arguments that are no object")
@@ -197,7 +214,7 @@ def _tools(value: Any, source: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except JSON_FAULTS as error:
             raise KitError(f"{source}: `tools` is not JSON ({error})") from error
     if not value:
         return None

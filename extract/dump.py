@@ -7,6 +7,5 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 if __name__ == "__main__":
     from dflash_kit.errors import run_cli
-    from extract.cli import main
 
-    sys.exit(run_cli(main))
+    sys.exit(run_cli("extract.cli"))

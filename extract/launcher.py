@@ -147,10 +147,7 @@ def worker_command(share: Share, arguments: list[str]) -> list[str]:
 
     The code stands in the command because vLLM's processes would import a main module once more.
     """
-    code = (
-        f"import sys; from dflash_kit.errors import run_cli; from {__package__}.worker import main; "
-        "sys.exit(run_cli(main))"
-    )
+    code = f"import sys; from dflash_kit.errors import run_cli; sys.exit(run_cli('{__package__}.worker'))"
     own = [f"--rank={share.rank}", f"--world_size={share.world_size}", "--num_workers=1", "--verify=false"]
     return [sys.executable, "-P", "-c", code, *arguments, *own]
 

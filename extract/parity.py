@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kit.errors import KitError
+from dflash_kit.shard_journal import journal_parity
 from dflash_kit.shards import Row, ShardsHeader, open_shards
 from dflash_kit.target import TapRecorder, load_target
 
@@ -40,6 +41,33 @@ class Parity:
         )
 
 
+class ParityError(KitError):
+    """States differ from those of transformers.
+
+    Args:
+        message: for people.
+        sample: id of the row.
+        layer: the tapped layer.
+        difference: relative, as ``Parity.error``.
+    """
+
+    def __init__(self, message: str, *, sample: str, layer: int, difference: float) -> None:
+        super().__init__(message)
+        self.failure = {"sample": sample, "layer": layer, "difference": float(f"{difference:.3g}")}
+        """What the manifest keeps."""
+
+
+def settle_parity(folder: Path, manifest_name: str, ids: Sequence[str], *, revision: str | None = None) -> Parity:
+    """``check_parity``, with its outcome in the manifest: a run that is started again must not hide a failure."""
+    try:
+        parity = check_parity(folder, ids, revision=revision)
+    except ParityError as error:
+        journal_parity(folder / manifest_name, error.failure, list(ids))
+        raise
+    journal_parity(folder / manifest_name, None, list(ids))
+    return parity
+
+
 def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = None) -> Parity:
     """Compare the states of some rows with a plain forward pass of transformers.
 
@@ -52,7 +80,8 @@ def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = Non
         revision: hub revision of the target.
 
     Raises:
-        KitError: naming the sample and the tapped layer, or a target that transformers cannot load.
+        ParityError: naming the sample and the tapped layer.
+        KitError: a target that transformers cannot load.
     """
     shards = open_shards(folder)
     header, wanted = shards.header, set(ids)
@@ -78,10 +107,13 @@ def _worst_tap(target: Any, row: Row, header: ShardsHeader, limit: float) -> flo
         neighbours = [_difference(taps_TKD[:, tap], layers[i]) for i in (layer_id - 1, layer_id + 1) if i in layers]
         if not error <= limit or any(error > other / 2 for other in neighbours):
             closest = min(layers, key=lambda i: _difference(taps_TKD[:, tap], layers[i]))
-            raise KitError(
+            raise ParityError(
                 f"sample {row.id}: tap of layer {layer_id} differs from transformers by {error:.2g} (relative; "
                 f"limit {limit:.2g}); of the layers compared, it is nearest to {closest}. These shards are not fit to "
-                "train on: delete them, and report the engine's version (--parity 0 skips this check)"
+                "train on: delete them, and report the engine's version (--parity 0 skips this check)",
+                sample=row.id,
+                layer=layer_id,
+                difference=error,
             )
         worst = max(worst, error)
     return worst

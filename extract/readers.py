@@ -113,7 +113,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         raise KitError(
             f"prompts file {path} cannot be read: {error.strerror or error}; name a file or folder"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KitError(
             f"prompts file {path} is not JSON ({error}); it must hold one array, or one object a line"
         ) from error
@@ -137,7 +137,7 @@ def _read_parquet(path: Path, content_columns: Sequence[str]) -> Iterator[Record
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(f"{path} row {number}", _without_nulls(row))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         place = f" behind row {number}" if number else ""
         raise KitError(f"prompts file {path} cannot be read as Parquet{place}: {error}") from error
 

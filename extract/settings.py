@@ -5,13 +5,17 @@ from typing import Any, Literal
 
 from dflash_kit.shard_share import Share
 
+# Below, engines divide by next to nothing; above, all tokens are equally likely.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+MAX_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
     """How the target answers."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token (greedy); replay of acceptance is exact for greedy responses."""
+    """0 takes the likeliest token (greedy), 0.01..100 samples; replay of acceptance is exact for greedy responses."""
     top_p: float = 1.0
     """Probability mass that is sampled from; 1 for all."""
     top_k: int = 0
@@ -22,8 +26,14 @@ class SamplingConfig:
     """Seed of sampling; each sample adds its own id to it."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError("sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; allowed: 0 (greedy) or {MIN_TEMPERATURE}..{MAX_TEMPERATURE}"
+            )
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError("sampling needs 0 < top_p <= 1 and top_k >= 0")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"sampling.seed is {self.seed}; allowed: 0..{MAX_SEED}")
         if self.max_new_tokens < 1:
             raise ValueError(f"sampling.max_new_tokens is {self.max_new_tokens}; at least 1 is needed")
 
@@ -106,7 +116,11 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
-        lengths = ("min_tokens", "max_tokens", "max_num_batched_tokens", "max_shard_bytes")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"
+            )
+        lengths = ("tensor_parallel_size", "min_tokens", "max_tokens", "max_num_batched_tokens", "max_shard_bytes")
         for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths):
             value = getattr(self, name)
             if value is not None and value < 1:

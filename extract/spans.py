@@ -25,6 +25,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # End tokens and empty thinking tags that a template may add to what the assistant said.
 MAX_MARKUP_CHARS = 64
 # Stands in for a turn whose place in the rendered conversation is looked for; its private characters occur nowhere else.
+# A template that changes letters changes these, too, and so the turn is not found.
 MARKER = "\ue000turn\ue000"
 
 
@@ -36,16 +37,20 @@ def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bo
     """
     if not tokenizer.chat_template:
         raise KitError("the target has no chat template; give prompts as plain text (`prompt`), not as `messages`")
-    from jinja2 import TemplateError
-
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_args
-            )
+    return str(
+        _apply_template(
+            tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_args
         )
-    except (TemplateError, KeyError, TypeError, ValueError) as error:
-        raise KitError(f"the chat template rejects these messages: {error}") from error
+    )
+
+
+def _apply_template(tokenizer: Any, messages: list[Message], **settings: Any) -> Any:
+    """The template is a program of somebody else's: it may raise anything."""
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise KitError(f"the chat template rejects these messages: {reason}") from error
 
 
 def encode_prompt(tokenizer: Any, messages: list[Message], **template_args: Any) -> list[int]:
@@ -116,17 +121,30 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
     """Where the turn's words stand in the rendered conversation."""
     before = render(tokenizer, messages[:turn], add_generation_prompt=True, **template_args)
     after = render(tokenizer, messages[: turn + 1], add_generation_prompt=False, **template_args)
-    if text.startswith(before) and text.startswith(after):
+    calls = bool(messages[turn].get("tool_calls"))
+    is_prefix = text.startswith(before) and text.startswith(after)
+    if is_prefix and calls:
+        if turn + 1 < len(messages):  # it may be left out, and the next message be alike
+            head, _ = _around(tokenizer, messages, turn + 1, **template_args)
+            if not (text.startswith(head) and head.startswith(after)):
+                raise _not_found(turn)
+        return len(before), len(after)
+    if calls:
+        return _marked_span(tokenizer, messages, turn, text, **template_args)
+    # Other messages may hold the same words, and a template may leave the turn out: nothing is taken for the turn that
+    # stands behind the place where a marker says that the next message begins.
+    head, tail = _around(tokenizer, messages, turn, **template_args)
+    next_start = len(text) - len(tail)
+    if is_prefix and text.endswith(tail) and len(before) < next_start:
         return len(before), len(after)
     # Some templates render a turn differently once others follow (thinking is dropped): look for its content,
     # behind as much of the generation prompt as the conversation has.
     opening = render(tokenizer, messages[:turn], add_generation_prompt=False, **template_args)
     content = str(messages[turn]["content"]).strip()
     shared_chars = len(commonprefix([text, before]))  # noqa: RUF071 - characters are meant, not path parts
-    start = text.find(content, shared_chars) if text.startswith(opening) else -1
-    # Further on stand other turns, which may quote this one.
-    is_found = 0 <= start <= shared_chars + _max_added_chars(messages[turn])
-    if not is_found or messages[turn].get("tool_calls"):
+    is_bounded = text.startswith(opening) and head.startswith(opening) and text.endswith(tail)
+    start = text.find(content, shared_chars, next_start) if is_bounded else -1
+    if not 0 <= start <= shared_chars + _max_added_chars(messages[turn]):
         return _marked_span(tokenizer, messages, turn, text, **template_args)
     return start, start + len(content)
 
@@ -134,19 +152,35 @@ def _char_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **
 def _marked_span(tokenizer: Any, messages: list[Message], turn: int, text: str, **template_args: Any) -> Span:
     """Where a turn stands of which the content alone is not what was said, or not what is rendered (it calls tools, or
     lost its thinking): what the conversation has in common with one that has a marker in the turn's place."""
-    marked = {key: value for key, value in messages[turn].items() if key != "tool_calls"} | {"content": MARKER}
-    with_marker = [*messages[:turn], marked, *messages[turn + 1 :]]
-    rendered = render(tokenizer, with_marker, add_generation_prompt=False, **template_args)
-    head, _, tail = rendered.partition(MARKER)
+    head, tail = _around(tokenizer, messages, turn, **template_args)
     is_around = text.startswith(head) and text.endswith(tail) and len(head) + len(tail) < len(text)
     is_in_order = turn + 1 < len(messages) or len(tail) <= MAX_MARKUP_CHARS  # nothing is said behind the last turn
     if not is_around or not is_in_order:
-        raise KitError(
-            f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; pass "
-            "--enable_thinking if the response holds thinking, --train_on last if the template alters earlier turns, or "
-            "use a template with {% generation %} tags"
-        )
+        raise _not_found(turn)
     return len(head), len(text) - len(tail)
+
+
+def _around(tokenizer: Any, messages: list[Message], turn: int, **template_args: Any) -> tuple[str, str]:
+    """What the template puts in front of a turn's content and behind it, as it does with a marker in its place.
+
+    Raises:
+        KitError: it leaves the turn out.
+    """
+    marked = {key: value for key, value in messages[turn].items() if key != "tool_calls"} | {"content": MARKER}
+    with_marker = [*messages[:turn], marked, *messages[turn + 1 :]]
+    rendered = render(tokenizer, with_marker, add_generation_prompt=False, **template_args)
+    if MARKER not in rendered:
+        raise _not_found(turn)
+    head, _, tail = rendered.partition(MARKER)
+    return head, tail
+
+
+def _not_found(turn: int) -> KitError:
+    return KitError(
+        f"message {turn + 1}: what the assistant said cannot be found in the rendered conversation; pass "
+        "--enable_thinking if the response holds thinking, --train_on last if the template alters earlier turns, or "
+        "use a template with {% generation %} tags"
+    )
 
 
 def _token_span(offsets: list[tuple[int, int]], chars: Span) -> Span:
@@ -167,8 +201,8 @@ def _settle_end(ids: list[int], span: Span, eos_token_ids: tuple[int, ...]) -> S
 
 
 def _tagged_spans(tokenizer: Any, messages: list[Message], **template_args: Any) -> tuple[list[int], list[Span]]:
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_args
+    encoded = _apply_template(
+        tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_args
     )
     mask = [0, *encoded["assistant_masks"], 0]
     starts = [i for i in range(len(mask) - 1) if mask[i] < mask[i + 1]]

@@ -124,10 +124,42 @@ def test_a_quotation_further_on_is_not_taken_for_the_turn():
         spans_of(SHOUTING_EARLIER, [*TALK[:3], quoting, TALK[4]])
 
 
+NO_ROLES = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+EARLIER_LEFT_OUT = CHATML.replace(
+    "{{ '<|im_start|>'", "{% if m.role != 'assistant' or loop.last %}{{ '<|im_start|>'"
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("template", [EARLIER_LEFT_OUT, NO_ROLES])
+@pytest.mark.parametrize("user", ["yes", "well, yes", "x" * 70 + "yes"])
+def test_a_turn_that_the_template_leaves_out_is_not_found_in_what_the_user_says(template, user):
+    said = ["hi", "yes", user, "hi " + user]
+    talk = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+    with pytest.raises(KitError, match=r"message 2: .*cannot be found"):
+        spans_of(template, talk)
+
+
+def test_a_call_that_the_template_leaves_out_is_not_found_in_what_the_user_says():
+    template = NO_ROLES.replace(
+        "{{ m.content", "{{ m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    answer = {"role": "assistant", "content": "ok"}
+    with pytest.raises(KitError, match=r"message 2: .*cannot be found"):
+        spans_of(template, [TALK[1], call, {"role": "user", "content": "look"}, answer])
+
+
+def test_a_short_answer_is_not_found_in_the_next_question():
+    """The template alters earlier turns so that the words are gone from their place, and the next message has them."""
+    talk = [TALK[1], {"role": "assistant", "content": "ok"}, {"role": "user", "content": "ok"}, TALK[2]]
+    with pytest.raises(KitError, match=r"message 2: .*cannot be found"):
+        spans_of(SHOUTING_EARLIER, talk)
+
+
 def test_two_turns_are_never_found_in_one_place():
     short = SHOUTING_EARLIER.replace("<|im_start|>", "[").replace("m.role + '\n'", "m.role[0] + ']'")
     talk = [TALK[1], {"role": "assistant", "content": "Yes."}, TALK[3], {"role": "assistant", "content": "Yes."}]
-    with pytest.raises(KitError, match="in one place"):
+    with pytest.raises(KitError, match=r"message 2: .*cannot be found"):
         spans_of(short.replace("assistant\n", "a]"), talk)
 
 
@@ -203,6 +235,37 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
     path = write_lines(tmp_path / "p.jsonl", '{"prompt": "fine"}', "", line, '{"prompt": "never read"}')
     with pytest.raises(KitError, match=rf"p\.jsonl:3: .*{words}"):
         list(read_prompts(path))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        r'{"prompt": "\ud800"}',
+        r'{"text": "a \udc00 b"}',
+        r'{"messages": [{"role": "user", "content": "x", "name": "\ud83d"}]}',
+        r'{"prompt": "x", "tools": [{"name": "\ud83d"}]}',
+        r'{"prompt": "x", "tools": "[{\"name\": \"\\ud83d\"}]"}',
+        '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"prompt": "x", "tools": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"prompt": "x", "tools": "' + "[" * 100_000 + "]" * 100_000 + '"}',
+    ],
+)
+def test_half_a_surrogate_pair_and_deep_nesting_are_malformed_lines(tmp_path, value, capsys):
+    path = write_lines(tmp_path / "p.jsonl", r'{"prompt": "fine \ud83d\ude00"}', value)
+    with pytest.raises(KitError, match=r"p\.jsonl:2: "):
+        list(read_prompts(path))
+    errors = LineErrors(skip=True)
+    assert len(list(read_prompts(path, errors=errors))) == errors.num_lines == 1
+    array = tmp_path / "p.json"
+    array.write_text(f"[{value}]")
+    with pytest.raises(KitError, match=r"p\.json"):
+        list(read_prompts(array))
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages.x.y() }}", TAGGED + "{{ 1 / 0 }}"])
+def test_whatever_a_template_raises_is_told_with_the_line(tmp_path, template):
+    with pytest.raises(KitError, match=r"p\.jsonl:1: the chat template rejects these messages: \S+"):
+        sample_of({"messages": TALK}, tmp_path, template=template)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

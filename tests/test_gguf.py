@@ -121,6 +121,7 @@ def test_broken_conversion_leaves_no_folder_and_the_next_one_succeeds(
         with pytest.raises(KeyboardInterrupt):
             convert_gguf(out, tmp_path / "tiny.gguf")
     assert not out.exists()
+    assert not (tmp_path / "model.incomplete").exists()
     assert convert_gguf(out, tmp_path / "tiny.gguf")
     assert (out / RECORD_FILE).is_file()
     assert not (tmp_path / "model.incomplete").exists()
@@ -148,7 +149,7 @@ def test_missing_and_malformed_files_are_one_line_errors(tmp_path: Path) -> None
     (tmp_path / "short.gguf").write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(KitError, match="as a GGUF model"):
         convert_gguf(tmp_path / "model", tmp_path / "short.gguf")
-    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.glob("model*"))
 
 
 def test_too_little_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

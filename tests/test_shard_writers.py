@@ -107,7 +107,8 @@ def test_recovery_leaves_the_files_of_others_alone(tmp_path):
         assert (folder / f"{name}.incomplete").read_bytes() == b"somebody writes this just now"
     assert not (folder / "shard-r00002-00000.arrow.incomplete").exists()
     assert open_shards(folder).ids == ["row2", "row3", "row1"]
-    assert len(verify_shards(folder).notes) == 6
+    report = verify_shards(folder)
+    assert (len(report.problems), len(report.notes)) == (3, 3)
 
 
 def test_another_number_of_processes_skips_what_anybody_has_done(tmp_path):

@@ -331,7 +331,8 @@ def test_killed_at_any_point_a_rerun_has_each_row_once(tmp_path, point, count):
     journalled = 0
     if (tmp_path / "s" / "manifest.jsonl").read_bytes().count(b"\n") > 0:
         journalled = len(open_shards(tmp_path / "s"))  # what is readable after the kill is sound
-        assert verify_shards(tmp_path / "s").problems == []
+        problems = verify_shards(tmp_path / "s").problems
+        assert all("not in a manifest" in problem for problem in problems)  # the rerun takes it over
     with ShardWriter(tmp_path / "s", make_header(), max_shard_bytes=4000) as writer:
         assert len(writer.done_ids) >= journalled
         if point == "after rename":

@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from dflash_kit.errors import run_cli  # noqa: E402
-from train.cli import main  # noqa: E402
-
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    from dflash_kit.errors import run_cli
+
+    sys.exit(run_cli("train.cli"))
