@@ -43,6 +43,16 @@ class ShardEntry:
         return entry
 
 
+def check_header(line: dict[str, Any]) -> dict[str, Any]:
+    """A header's fields, those that sizes are computed from being counts; ``ValueError`` where they are not."""
+    for name in {"vocab_size", "hidden_size", "num_taps"} & line.keys():
+        count_in(line, name)
+    _list(line, "target_layer_ids", int)
+    if not isinstance(line.get("sampling", {}), dict):
+        raise ValueError(f"sampling is {line['sampling']!r}; settings by name belong there")
+    return line
+
+
 def check_summary(line: dict[str, Any]) -> dict[str, Any]:
     """The summary of a run, its counts being counts; ``ValueError`` where they are not."""
     dropped = line.get("dropped", {})

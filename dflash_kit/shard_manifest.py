@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KitError
-from .shard_entry import ShardEntry, check_summary, count_in
+from .shard_entry import ShardEntry, check_header, check_summary, count_in
 from .shard_format import ShardsHeader
 from .shard_share import Share, manifest_names
 
@@ -202,7 +202,7 @@ def _read_first_line(path: Path) -> ShardsHeader | None:
         values = json.loads(line)
         if values.pop("kind") != "header":
             raise ValueError("the first line is no header")
-        return ShardsHeader.from_dict(values)
+        return ShardsHeader.from_dict(check_header(values))
     except OSError as error:
         raise KitError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -214,7 +214,7 @@ def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
     if (kind == "header") != (number == 1):
         raise ValueError(f"kind {kind!r} where the {'header' if number == 1 else 'journal'} belongs")
     if kind == "header":
-        manifest.header = ShardsHeader.from_dict(line)
+        manifest.header = ShardsHeader.from_dict(check_header(line))
         manifest.world_size = 1 if manifest.name == Share().manifest_name else None
     elif kind == "shard":
         manifest.shards.append(ShardEntry.from_dict(line))

@@ -48,6 +48,23 @@ def test_a_shard_line_of_wrong_types_is_damage_with_its_line(folder, name, value
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "8"),
+        ("vocab_size", None),
+        ("target_layer_ids", 5),
+        ("target_layer_ids", "136"),
+        ("sampling", []),
+    ],
+)
+def test_a_header_of_wrong_types_is_damage_of_line_1(folder, name, value):
+    change_lines(folder, lambda lines: lines[0].update({name: value}))
+    for use in (open_shards, verify_shards, lambda f: ShardWriter(f, make_header())):
+        with pytest.raises(KitError, match=r"manifest\.jsonl line 1 is damaged"):
+            use(folder)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         [1],
