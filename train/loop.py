@@ -66,6 +66,8 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     counters = trainer.counters
     reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
     meter = Meter(job.drafter.num_draft_tokens)
+    if counters.step:
+        reporter.say(f"resumed at step {counters.step} of {job.max_steps}")
     with reporter, StopRequest() as stop:
         if job.origin is not None and counters.step == 0:
             with meter.paused():
