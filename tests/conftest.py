@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from helpers import HAS_GPU, REPO, SHARED, make_tiny_target
 
 DEMO_MODEL = REPO / "runs" / "demo" / "model"
 CACHED_MODEL = REPO / "runs" / "test-cache" / "model"
+
+
+def pytest_configure() -> None:
+    """A job in the background of a shell ignores Ctrl-C, and so would every process that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 
@@ -239,21 +237,28 @@ def test_too_little_disk_for_all_together_ends_them(pretend):
         pretend("wait", "huge")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_launcher_ends_its_processes_in_order(pretend, capsys, signum):
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in main
-    threading.Timer(2.0, os.kill, (os.getpid(), signum)).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pretend("wait", "wait")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C as soon as a process has said something: raised where a signal would be, without one that could hit others."""
+    shown, said = launcher.ExtractionProgress.note, []
+
+    def note(progress, text):
+        shown(progress, text)
+        said.append(text)
+        if len(said) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher.ExtractionProgress, "note", note)
+
+
+def test_an_interrupted_launcher_ends_its_processes_in_order(pretend, interrupted, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        pretend("wait", "wait")
     assert "2 processes finish their shards" in capsys.readouterr().err
 
 
-def test_a_process_that_does_not_end_is_killed(pretend, monkeypatch):
+def test_a_process_that_does_not_end_is_killed(pretend, interrupted, monkeypatch):
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
-    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     started_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         pretend("hang", "wait")
