@@ -60,7 +60,7 @@ demo: install
 
 # Two test processes of one thread each (torch and vLLM alike): two threads collapse when anything else runs on two cores.
 test: install
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=0 $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install
 	$(PY) -m ruff check .

@@ -118,7 +118,9 @@ class ExtractionProgress(Tally):
             print(f"{done}, {self._rates()}, {self._time_left()}", file=sys.stderr)
 
     def _rates(self) -> str:
-        seconds = max(self.working_s, 1e-9)
+        seconds = self.working_s
+        if seconds < 1:
+            return "engine at work"
         drops = f", {self._num_drops} dropped" if self._num_drops else ""
         said = (
             f"{self.num_said / seconds:.0f} said/s, " if self.num_said else ""

@@ -22,7 +22,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without one."""
+    """Files with slow tests come first, so that no process is left with one alone; `gpu` tests need one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if HAS_GPU:
         return
     for item in items:
