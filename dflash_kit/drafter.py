@@ -162,7 +162,7 @@ class Drafter(nn.Module):
     def compile_training(self) -> None:
         """Compile what a training step runs, ``forward`` with masks; drafting and replay, of ever new lengths, stay eager.
 
-        One graph serves all layers of a kind: compiling the whole drafter takes minutes and is no faster.
+        One graph serves all layers of a kind, so that start-up compiles one layer and not the whole drafter.
         """
         self._training_context = torch.compile(self.context, dynamic=False)
         self._training_layer = torch.compile(_run_layer, dynamic=False)
