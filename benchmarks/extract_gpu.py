@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 sys.path.insert(1, str(ROOT / "benchmarks"))
 
+from extract_cpu import spread  # noqa: E402
+
 ENGINES = ("plain", "shards", "stock")
 
 
@@ -318,11 +320,6 @@ def writer_rate(job: Any, folder: Path) -> float:
     seconds = time.perf_counter() - t0
     shutil.rmtree(folder / "alone")
     return num_rows * states.nbytes / seconds / 1e9
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, lowest and highest of several turns."""
-    return {name: round(f(values), 4) for name, f in (("median", statistics.median), ("low", min), ("high", max))}
 
 
 if __name__ == "__main__":

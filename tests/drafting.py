@@ -12,7 +12,7 @@ from decode.target_runner import TargetRunner
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.masks import BlockLayout
-from dflash_kit.shards import Row
+from dflash_kit.shards import Row, ShardsHeader
 from dflash_kit.target import TargetSpec
 from dflash_kit.target_ends import TargetEnds
 
@@ -86,6 +86,33 @@ def make_engine(model: Any, drafter: Drafter | None, *, eos: tuple[int, ...] = (
 def decode_once(engine: Engine, prompt: list[int], name: str, budget: int, limit: int, **kwargs: Any) -> Generation:
     """Prefill and decode once."""
     return engine.decode(engine.prefill(prompt, limit, budget), Method(name, budget), **kwargs)
+
+
+def generate(model: Any, prompt: list[int], limit: int, eos: tuple[int, ...] = ()) -> list[int]:
+    """Greedy decoding by transformers itself; the mask keeps it from hiding prompt tokens that equal the padding."""
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=limit,
+        do_sample=False,
+        eos_token_id=list(eos) or None,
+        pad_token_id=0,
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+def greedy_header(spec: TargetSpec, drafter: Drafter) -> ShardsHeader:
+    """Header of float32 shards of greedy answers, with the drafter's taps."""
+    return ShardsHeader.from_target(
+        spec,
+        target_layer_ids=drafter.config.target_layer_ids,
+        dtype="float32",
+        compute_dtype="float32",
+        engine="test",
+        engine_version="0",
+        sampling={"temperature": 0.0},
+    )
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import OracleEngine, decode_once, make_engine, record_row, tiny_drafter, train_briefly
+from drafting import OracleEngine, decode_once, generate, make_engine, record_row, tiny_drafter, train_briefly
 
 from decode.engine import Engine, Method
 from decode.sampling import Sampling, choose_tokens
@@ -26,18 +26,6 @@ PROMPTS = [list(range(10, 18)), [7], [3, 250, 99, 98, 97, 40, 41, 42, 43, 44, 45
 @pytest.fixture(scope="module")
 def tiny_model(tiny_target: Path) -> Any:
     return load_target(tiny_target)
-
-
-def generate(model: Any, prompt: list[int], limit: int, eos: tuple[int, ...] = ()) -> list[int]:
-    """Greedy decoding by transformers itself."""
-    found = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=limit,
-        do_sample=False,
-        eos_token_id=list(eos) or None,
-        pad_token_id=0,
-    )
-    return found[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

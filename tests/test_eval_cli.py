@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import decode_once, make_engine, record_row, tiny_drafter, train_briefly
+from drafting import decode_once, greedy_header, make_engine, record_row, tiny_drafter, train_briefly
 from safetensors.torch import load_file, save_file
 
 from decode.cli import main
 from decode.conversation import Conversation
 from decode.results import PromptResult
 from dflash_kit.errors import run_cli
-from dflash_kit.shards import ShardsHeader, ShardWriter
+from dflash_kit.shards import ShardWriter
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from helpers import make_tiny_target, run_command
 
@@ -42,15 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         said = decode_once(engine, prompt, "ar", 0, LIMIT_TOKENS).token_ids
         rows.append(record_row(model, drafter, prompt, said, row["id"]))
     train_briefly(drafter, ends, rows, steps=40)
-    header = ShardsHeader.from_target(
-        spec,
-        target_layer_ids=drafter.config.target_layer_ids,
-        dtype="float32",
-        compute_dtype="float32",
-        engine="test",
-        engine_version="0",
-        sampling={"temperature": 0.0},
-    )
+    header = greedy_header(spec, drafter)
     with ShardWriter(root / "shards", header) as writer:
         for row in rows:
             writer.add(row)

@@ -9,14 +9,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from drafting import decode_once, make_engine, record_row, tiny_drafter
+from drafting import decode_once, greedy_header, make_engine, record_row, tiny_drafter
 from safetensors.torch import load_file, save_file
 
 from decode.cli import main
 from decode.fused_engine import FusedEngine
 from decode.settings import EvalConfig
 from dflash_kit.errors import KitError, run_cli
-from dflash_kit.shards import ShardsHeader, ShardWriter
+from dflash_kit.shards import ShardWriter
 from dflash_kit.target import TargetSpec, digest, load_target
 from helpers import make_tiny_target
 
@@ -31,15 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec, model = TargetSpec.from_pretrained(target), load_target(target)
     drafter, _ = tiny_drafter(target)
     (root / "prompts.jsonl").write_text(json.dumps({"id": "one", "prompt": "Say hello."}) + "\n")
-    header = ShardsHeader.from_target(
-        spec,
-        target_layer_ids=drafter.config.target_layer_ids,
-        dtype="float32",
-        compute_dtype="float32",
-        engine="test",
-        engine_version="0",
-        sampling={"temperature": 0.0},
-    )
+    header = greedy_header(spec, drafter)
     prompt = list(b"Say hello.")
     said = decode_once(make_engine(model, None, eos=()), prompt, "ar", 0, 8).token_ids
     with ShardWriter(root / "shards", header) as writer:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import OracleEngine, decode_once, tiny_drafter
+from drafting import OracleEngine, decode_once, generate, tiny_drafter
 
 from decode.delta_layers import DeltaLayers
 from decode.engine import Method
@@ -65,20 +65,6 @@ def random_tree(seed: int, budget: int = 40, depth: int = 7) -> Tree:
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((left - right).norm() <= 1e-5 * right.norm())
-
-
-def generate(model: Any, prompt: list[int], limit: int) -> list[int]:
-    """Greedy decoding by transformers itself, one token at a time."""
-    ids = torch.tensor([prompt])
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=limit,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return found[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()

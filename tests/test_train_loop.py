@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train_helpers import launched_environment, make_shards, small_run
+from train_helpers import make_shards, run_in_two_processes, small_run
 
 from dflash_kit.checkpoint import read_provenance
 from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
-from helpers import REPO
 from train import loop
 from train.assemble import assemble
 from train.cli import TrainConfig, main
@@ -225,15 +222,7 @@ def test_two_processes_equal_one(shards_folder: Path, tmp_path: Path, rows_per_s
     changes = {"data__rows_per_step": rows_per_step, "optim__max_steps": 4, "replay__every_steps": 2}
     single, double = tmp_path / "single", tmp_path / "double"
     assert main(small_run(shards_folder, single, **changes)) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(REPO / "train" / "run.py"), *small_run(shards_folder, double, **changes)],
-        env=launched_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_in_two_processes(small_run(shards_folder, double, **changes))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes on cpu" in done.stdout
     for one, two in zip(metrics(single), metrics(double), strict=True):

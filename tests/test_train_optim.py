@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_loop import make_trainer, metrics, poison
-from train_helpers import launched_environment, make_shards, small_run
+from train_helpers import make_shards, run_in_two_processes, small_run
 
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.replay import replay
 from dflash_kit.shards import open_shards
-from helpers import REPO
 from train.average import WeightAverage
 from train.cli import main
 from train.loop import train_step
@@ -187,15 +184,7 @@ def test_two_processes_with_muon_and_average_equal_one(shards_folder: Path, tmp_
     changes: dict[str, Any] = {"optim__kind": "muon", "optim__ema_decay": 0.6, "optim__max_steps": 4}
     single, double = tmp_path / "single", tmp_path / "double"
     assert main(small_run(shards_folder, single, **changes)) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(REPO / "train" / "run.py"), *small_run(shards_folder, double, **changes)],
-        env=launched_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_in_two_processes(small_run(shards_folder, double, **changes))
     assert done.returncode == 0, done.stderr[-2000:]
     for one, two in zip(metrics(single), metrics(double), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)  # Muon works in bfloat16

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_train_cli import refusal
 from test_train_resume import arguments, start, wait_for_step
-from train_helpers import PowerCutError, cut_power, launched_environment, make_shards
+from train_helpers import PowerCutError, cut_power, launched_environment, make_shards, run_in_two_processes
 
 from dflash_kit.checkpoint import write_checkpoint
 from helpers import REPO, run_command
@@ -50,9 +50,7 @@ def test_all_processes_of_a_second_trainer_end(shards_folder: Path, tmp_path: Pa
     """Only the main process asks for the lock; the other one waits for its verdict."""
     folder = RunFolder(tmp_path / "out")
     folder.lock()
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    args = arguments(shards_folder, folder.out)
-    second = run_command(*launcher, REPO / "train" / "run.py", *args, timeout_s=120, **launched_environment())
+    second = run_in_two_processes(arguments(shards_folder, folder.out), timeout_s=120)
     folder.release()
     assert second.returncode != 0
     assert second.stderr.count(f"error: another trainer is writing {folder.state}") == 2, second.stderr[-2000:]

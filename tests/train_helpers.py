@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter
 from dflash_kit.target import TargetSpec
+from helpers import REPO
 from train.state import RunFolder
 
 NUM_SAID = 60
@@ -107,6 +110,19 @@ def launched_environment(**extra: str) -> dict[str, str]:
     launcher = ("ACCELERATE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     return kept | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def run_in_two_processes(arguments: list[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """Train under torchrun in two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return subprocess.run(
+        [*launcher, str(REPO / "train" / "run.py"), *arguments],
+        env=launched_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 def free_port() -> int:
