@@ -46,7 +46,20 @@ def main() -> None:
     parser.add_argument("--out", default="/dev/shm", help="folder on the storage to measure")
     options = parser.parse_args()
 
+    import torch
+    from train_step import SHAPES
+
     from extract import vllm_capture
+
+    if options.shape not in SHAPES:
+        parser.error(f"--shape is {options.shape!r}; allowed: {', '.join(SHAPES)}")
+    unknown = set(options.engines.split(",")) - set(ENGINES)
+    if unknown:
+        parser.error(f"--engines names {', '.join(sorted(unknown))}; allowed: {', '.join(ENGINES)}")
+    if not Path(options.out).is_dir():
+        parser.error(f"--out is {options.out!r}; name a folder on the storage to measure")
+    if not torch.cuda.is_available():
+        parser.error("no GPU is visible here; benchmarks/extract_cpu.py measures on a CPU")
 
     vllm_capture.prepare_environment()
     with tempfile.TemporaryDirectory(dir=options.out) as folder:

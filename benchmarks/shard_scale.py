@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     """Write the folder, measure in fresh processes, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="runs/shard-scale", help="new folder; deleted in the end")
@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--real_writers", type=int, default=4, help="writers whose shards are real files")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--measure", choices=["open", "writer"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.measure:
         measure = measure_open if options.measure == "open" else measure_writer
         print(json.dumps(measure(options)))
-        return
+        return 0
     folder = Path(options.folder)
     if folder.exists():
         raise SystemExit(f"error: {folder} exists; name a new folder")
@@ -63,6 +63,7 @@ def main() -> None:
         **writer,
     }
     print(json.dumps(report))
+    return 0
 
 
 def in_new_process(what: str) -> dict[str, Any]:
@@ -198,4 +199,6 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    from dflash_kit.errors import run_cli
+
+    sys.exit(run_cli(main))
