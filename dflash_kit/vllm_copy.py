@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dflash_kit.shard_checks import TapInspection
-from dflash_kit.shard_format import LAST_HIDDEN_DTYPE, STORAGE_TYPES, ShardsHeader
+from dflash_kit.shard_format import ShardsHeader
+from dflash_kit.shard_states import split_captured, stored_parts
 
 # Device memory that one copy's gathered states take at a time: vLLM has claimed nearly all there is.
 PIECE_BYTES = 64 << 20
@@ -83,8 +84,4 @@ class StateCopier:
         return self._cache_NSLD.index_select(0, index_N).flatten(0, 1)[:num_tokens]
 
     def _to_parts(self, states_TLD: Tensor) -> dict[str, Tensor]:
-        taps_TF, last_TD = self._header.split_captured(states_TLD.flatten(1))
-        parts = {"hidden_states": taps_TF.to(STORAGE_TYPES[self._header.dtype][1]).contiguous()}
-        if last_TD is not None:
-            parts["last_hidden"] = last_TD.to(LAST_HIDDEN_DTYPE).contiguous()
-        return parts
+        return stored_parts(*split_captured(states_TLD.flatten(1), self._header), self._header)
