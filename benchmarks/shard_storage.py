@@ -180,7 +180,7 @@ def write(folder: Path, rows: list[Any], header: Any) -> None:
 
 
 def replay(options: argparse.Namespace, work: Path, dtype: str) -> dict[str, Any]:
-    """Acceptance of the drafter on the held-out rows in one type."""
+    """Acceptance of the drafter on the held-out rows in one type, and how many rows have rounds unlike those in float32."""
     out = work / f"report-{dtype}"
     run(
         "decode/eval.py", "--ckpt", work / "drafter", "--replay", work / f"held-out-{dtype}", "--out", out,
@@ -188,7 +188,24 @@ def replay(options: argparse.Namespace, work: Path, dtype: str) -> dict[str, Any
     )  # fmt: skip
     names = ("budget", "prompts", "rounds", "acceptance_length_pooled", "acceptance_length_per_prompt")
     results = json.loads((out / "report.json").read_text())["results"]
-    return {result["method"]: {name: result[name] for name in names} for result in results}
+    own, exact = rounds_by_row(out), rounds_by_row(work / "report-float32")
+    return {
+        result["method"]: {
+            **{name: result[name] for name in names},
+            "rows_unlike_float32": sum(own[key] != exact[key] for key in own if key[1] == result["method"]),
+        }
+        for result in results
+    }
+
+
+def rounds_by_row(report: Path) -> dict[tuple[str, str], list[int]]:
+    """Accepted tokens of each round, by row and method."""
+    lines = [json.loads(line) for line in (report / "results.jsonl").read_text().splitlines()]
+    return {
+        (line["prompt_id"], response["method"]): response["log"]["num_accepted"]
+        for line in lines
+        for response in line.get("responses", [])
+    }
 
 
 def detached(row: Any) -> Any:
