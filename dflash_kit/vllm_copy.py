@@ -51,6 +51,8 @@ class StateCopier:
     def __init__(self, cache_NSLD: Tensor, header: ShardsHeader) -> None:
         self._cache_NSLD = cache_NSLD
         self._header = header
+        # Quantising makes two copies in float32 on the way.
+        self._piece_bytes = PIECE_BYTES // 4 if header.dtype == "fp8" else PIECE_BYTES
         self._stream: Any = torch.cuda.Stream() if cache_NSLD.is_cuda else None
 
     def copy(self, block_ids: list[int], num_tokens: int) -> CopiedStates:
@@ -63,7 +65,7 @@ class StateCopier:
         with torch.cuda.stream(self._stream):
             index_N = index_N.pin_memory().to(self._cache_NSLD.device, non_blocking=True)
             inspection, host = TapInspection(), dict[str, Tensor]()
-            num_blocks = max(1, PIECE_BYTES // self._cache_NSLD[0].nbytes)
+            num_blocks = max(1, self._piece_bytes // self._cache_NSLD[0].nbytes)
             for start in range(0, len(index_N), num_blocks):
                 first = start * block_size
                 states_TLD = self._gather(index_N[start : start + num_blocks], num_tokens - first)
