@@ -21,6 +21,7 @@ STORED_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP
 """Type of the stored hidden states by the header's ``dtype``."""
 LAST_HIDDEN_DTYPE = torch.bfloat16
 LARGEST_CODE = torch.finfo(FP8).max
+VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 # All-zero states need some scale; below the smallest normal number devices differ in what they compute.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -38,9 +39,10 @@ def quantise(taps_TF: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes_TF: Tensor, scales_TK: Tensor) -> Tensor:
-    """The taps (T, F) bfloat16 that codes and scales stand for, computed in float32."""
-    codes_TKD = codes_TF.float().unflatten(-1, (scales_TK.shape[-1], -1))
-    return codes_TKD.mul_(scales_TK[..., None]).to(torch.bfloat16).flatten(-2)
+    """The taps (T, F) bfloat16, on the CPU, that codes and scales stand for, computed in float32."""
+    values = VALUES.take(codes_TF.view(torch.uint8).numpy())  # torch's own conversion takes twice the time
+    values_TKD = torch.from_numpy(values).unflatten(-1, (scales_TK.shape[-1], -1))
+    return values_TKD.mul_(scales_TK[..., None]).to(torch.bfloat16).flatten(-2)
 
 
 def split_captured(states_TF: Tensor, header: "ShardsHeader") -> tuple[Tensor, Tensor | None]:
