@@ -18,9 +18,10 @@ from dflash_kit.target_ends import TargetEnds
 from .average import WeightAverage
 from .batches import PackedRow
 from .counters import Counters
+from .distill import slot_distillation
 from .feed import Feed
 from .job import Job
-from .losses import slot_cross_entropy
+from .losses import Objective, slot_cross_entropy
 from .optimizer import set_rate
 from .outcome import finish, record_replay, save
 from .parallel import Parallel
@@ -152,10 +153,21 @@ def forward_loss(trainer: Trainer, row: PackedRow, sums: StepSums) -> torch.Tens
         torch.cat([layout.positions, layout.slot_positions])[None],
         trainer.drafter.layer_masks(layout, flex=trainer.flex),
     )
-    losses, correct = slot_cross_entropy(hidden[0, row.slots], ends, row.labels)
+    losses, correct = slot_losses(hidden[0, row.slots], ends, row, job.objective)
     numerator = job.objective.numerator(losses, row.weights, row.slots, layout.block_size)
     sums.add(numerator.detach(), correct, row.depths)
     return numerator
+
+
+def slot_losses(
+    hidden: torch.Tensor, ends: TargetEnds, row: PackedRow, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss (M,) float32 and hit (M,) of each weighted slot, from the drafter's hidden states (M, D)."""
+    if not objective.needs_target:
+        return slot_cross_entropy(hidden, ends, row.labels)
+    assert row.last_hidden is not None
+    states = row.last_hidden[row.label_places - 1]
+    return slot_distillation(hidden, states, ends, row.labels, kind=objective.kind, share=objective.distill_weight)
 
 
 def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> torch.Tensor:
