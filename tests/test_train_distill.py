@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,10 +82,9 @@ def test_a_drafter_that_says_what_the_target_says_has_nothing_to_learn(kind: str
 @pytest.mark.parametrize("kind", DISTILL_KINDS)
 def test_distributions_without_overlap_stay_finite(kind: str) -> None:
     """Logits thousands apart: every min(p, q) underflows, but not its logarithm."""
-    hidden, states, ends, labels = make_case()
+    hidden, _, ends, labels = make_case()
     ours = (-1e3 * hidden).requires_grad_()
-    ends_far = TargetEnds(embedding=ends.head, head=ends.head, final_norm=nn.Identity())
-    losses, _ = slot_distillation(ours, 1e3 * hidden, ends_far, labels, kind=kind)
+    losses, _ = slot_distillation(ours, 1e3 * hidden, replace(ends, final_norm=nn.Identity()), labels, kind=kind)
     losses.sum().backward()
     assert ours.grad is not None
     assert losses.isfinite().all() and ours.grad.isfinite().all()
@@ -92,7 +92,7 @@ def test_distributions_without_overlap_stay_finite(kind: str) -> None:
 
 
 def test_lk_is_cross_entropy_where_the_target_is_sure() -> None:
-    hidden, _, ends, labels = make_case()
+    labels = make_case()[-1]
     head = torch.linalg.qr(torch.randn(V, V, generator=torch.Generator().manual_seed(2)))[0]
     sure = TargetEnds(embedding=head, head=head, final_norm=nn.Identity())
     wide = torch.randn(M, V, generator=torch.Generator().manual_seed(3))
@@ -108,6 +108,31 @@ def test_logits_of_all_slots_never_exist_at_once_and_nothing_is_computed_twice()
         losses.sum().backward()
     assert largest.numel <= 4 * V < M * V
     assert flops.get_total_flops() == 3 * 2 * M * D * V  # both logits, and the drafter's gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DISTILL_KINDS)
+def test_a_gpu_agrees_in_bfloat16_and_never_waits_for_the_host(kind: str) -> None:
+    hidden, states, ends, labels = make_case(softcap=20.0)
+    assert ends.final_norm is not None
+    head = ends.head.cuda().bfloat16()
+    ends = replace(ends, embedding=head, head=head, final_norm=ends.final_norm.cuda().bfloat16())
+    ours, target = hidden.cuda().bfloat16().requires_grad_(), states.cuda().bfloat16()
+    weights = torch.rand(M, generator=torch.Generator().manual_seed(1)).cuda()
+    places = labels.cuda()
+    for mode in ("default", "error"):  # the first pass compiles
+        ours.grad = None
+        torch.cuda.set_sync_debug_mode(mode)
+        losses, _ = slot_distillation(ours, target, ends, places, kind=kind, share=0.7, chunk_bytes=64 * 2 * 4 * V)
+        (losses * weights).sum().backward()
+        torch.cuda.set_sync_debug_mode("default")
+    exact = hidden.bfloat16().double().requires_grad_()
+    rounded = replace(ends, head=head.cpu(), final_norm=ends.final_norm.cpu())
+    expected = reference(exact, states.bfloat16(), rounded, labels, kind, 0.7)
+    (expected * weights.cpu().double()).sum().backward()
+    assert ours.grad is not None and exact.grad is not None
+    torch.testing.assert_close(losses.cpu().double(), expected.detach(), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(ours.grad.cpu().double(), exact.grad, rtol=5e-2, atol=3e-2)
 
 
 # -- the target's own distribution ----------------------------------------------------------------------------------
