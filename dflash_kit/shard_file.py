@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from .errors import KitError
 from .shard_entry import ShardEntry
-from .shard_format import HEADER_KEY, STORAGE_TYPES, Row, ShardsHeader, arrow_schema, new_hasher, row_checksum
+from .shard_format import (
+    HEADER_KEY,
+    LAST_HIDDEN_DTYPE,
+    STORAGE_TYPES,
+    Row,
+    ShardsHeader,
+    arrow_schema,
+    new_hasher,
+    row_checksum,
+)
 
 # What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
 PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
@@ -155,16 +165,25 @@ class ShardFile:
 
     def _to_row(self, batch: pa.RecordBatch) -> Row:
         dtype = STORAGE_TYPES[self.header.dtype][1]
-        states = batch.column("hidden_states").values.values
         num_tokens = len(batch.column("input_ids").values)
+        last = None
+        if self.header.has_last_hidden:
+            last = self._states(batch.column("last_hidden"), LAST_HIDDEN_DTYPE).view(
+                num_tokens, self.header.hidden_size
+            )
         mask = np.asarray(batch.column("loss_mask").values.to_numpy(zero_copy_only=False))
         return Row(
             id=batch.column("id")[0].as_py(),
             input_ids=self._view(batch.column("input_ids").values, torch.int32),
             loss_mask=torch.from_numpy(mask.copy()),
-            hidden_states=self._view(states, dtype).view(num_tokens, self.header.row_width),
+            hidden_states=self._states(batch.column("hidden_states"), dtype).view(num_tokens, self.header.row_width),
             next_token=batch.column("next_token")[0].as_py(),
+            last_hidden=last,
         )
+
+    def _states(self, column: pa.Array, dtype: torch.dtype) -> Tensor:
+        """The values of a column that holds one list of fixed-size lists."""
+        return self._view(column.values.values, dtype)
 
     def _view(self, array: pa.Array, dtype: torch.dtype) -> Tensor:
         """The array's values as a tensor over the mapping, without a copy."""
@@ -175,35 +194,43 @@ class ShardFile:
 
 
 def to_stored(row: Row, header: ShardsHeader) -> Row:
-    """The row as it is stored: int32 ids, bool mask, hidden states in the stored dtype, on the CPU."""
-    return Row(
-        id=row.id,
+    """The row as it is stored: int32 ids, bool mask, states in their stored dtypes, on the CPU."""
+    return replace(
+        with_stored_states(row, header),
         input_ids=row.input_ids.to("cpu", torch.int32).contiguous(),
         loss_mask=row.loss_mask.to("cpu", torch.bool).contiguous(),
-        hidden_states=to_stored_states(row, header),
-        next_token=row.next_token,
     )
 
 
-def to_stored_states(row: Row, header: ShardsHeader) -> Tensor:
-    """The row's hidden states in the stored dtype, on the CPU; no copy where they are so already."""
-    return row.hidden_states.to("cpu", STORAGE_TYPES[header.dtype][1]).contiguous()
+def with_stored_states(row: Row, header: ShardsHeader) -> Row:
+    """The row with its states in the stored dtypes, on the CPU; no copy where they are so already."""
+    last = row.last_hidden
+    return replace(
+        row,
+        hidden_states=row.hidden_states.to("cpu", STORAGE_TYPES[header.dtype][1]).contiguous(),
+        last_hidden=None if last is None else last.to("cpu", LAST_HIDDEN_DTYPE).contiguous(),
+    )
 
 
 def _to_batch(row: Row, header: ShardsHeader, schema: pa.Schema) -> pa.RecordBatch:
-    value_type = STORAGE_TYPES[header.dtype][0]
-    raw = row.hidden_states.view(torch.uint8).numpy()
-    values = pa.Array.from_buffers(value_type, row.hidden_states.numel(), [None, pa.py_buffer(raw)])
     offsets = pa.array([0, len(row.input_ids)], pa.int32())
-    columns = [
-        pa.array([row.id], pa.string()),
-        pa.ListArray.from_arrays(offsets, pa.array(row.input_ids.numpy())),
-        pa.ListArray.from_arrays(offsets, pa.array(row.loss_mask.numpy())),
-        pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, header.row_width)),
-        pa.array([row.next_token], pa.int32()),
-        pa.array([row_checksum(header.checksum, row)], pa.uint64()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    def states(tensor_TF: Tensor, value_type: pa.DataType) -> pa.Array:
+        raw = pa.py_buffer(tensor_TF.view(torch.uint8).numpy())
+        values = pa.Array.from_buffers(value_type, tensor_TF.numel(), [None, raw])
+        return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, tensor_TF.shape[1]))
+
+    columns = {
+        "id": pa.array([row.id], pa.string()),
+        "input_ids": pa.ListArray.from_arrays(offsets, pa.array(row.input_ids.numpy())),
+        "loss_mask": pa.ListArray.from_arrays(offsets, pa.array(row.loss_mask.numpy())),
+        "hidden_states": states(row.hidden_states, STORAGE_TYPES[header.dtype][0]),
+        "next_token": pa.array([row.next_token], pa.int32()),
+        "checksum": pa.array([row_checksum(header.checksum, row)], pa.uint64()),
+    }
+    if row.last_hidden is not None:
+        columns["last_hidden"] = states(row.last_hidden, pa.uint16())
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _header_of(schema: pa.Schema) -> ShardsHeader:

@@ -15,7 +15,7 @@ Shape legend: T tokens with states, K taps, D hidden size.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ INCOMPLETE_SUFFIX = ".incomplete"
 NO_NEXT_TOKEN = -1
 HEADER_KEY = b"dflash_kit.header"
 STORAGE_TYPES = {"bfloat16": (pa.uint16(), torch.bfloat16), "float32": (pa.float32(), torch.float32)}
+LAST_HIDDEN_DTYPE = torch.bfloat16
 # Fields that say where the target was read from; a moved folder is still the same target.
 PLACE_FIELDS = {"target_name"}
 # Fields that may be unknown (None): older shards lack them, and a hub id's weights may not have been there.
@@ -72,6 +73,8 @@ class ShardsHeader:
     """K: number of taps."""
     dtype: str = "bfloat16"
     """Stored type of the hidden states: bfloat16 (as bits) or float32."""
+    has_last_hidden: bool = False
+    """Whether rows also hold the last layer's output before the final norm."""
     compute_dtype: str
     """Type in which the target computed them."""
     engine: str
@@ -115,15 +118,7 @@ class ShardsHeader:
     def from_dict(cls, values: dict[str, Any]) -> "ShardsHeader":
         """Read a header; ``KitError`` for unknown or missing fields (written by another version)."""
         known = {f.name for f in fields(cls)}
-        optional = {
-            "format_version",
-            "layer_id_convention",
-            "dtype",
-            "sampling",
-            "checksum",
-            "weights_hash",
-            "eos_token_ids",
-        }
+        optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
         odd = sorted(set(values) ^ known - (optional - set(values)))
         if odd:
             raise KitError(f"shards header has unknown or missing fields {odd}; it was written by another version")
@@ -143,7 +138,20 @@ class ShardsHeader:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a shard, metadata left out."""
-        return self.row_width * STORAGE_TYPES[self.dtype][1].itemsize + 5
+        last_bytes = self.hidden_size * LAST_HIDDEN_DTYPE.itemsize if self.has_last_hidden else 0
+        return self.row_width * STORAGE_TYPES[self.dtype][1].itemsize + last_bytes + 5
+
+    def captured_layer_ids(self, num_layers: int) -> list[int]:
+        """Layers of a target of ``num_layers`` whose outputs an engine captures: the taps and, for the last hidden state,
+        the last layer, unless it is tapped anyway. ``split_captured`` takes them apart."""
+        last = {num_layers - 1} if self.has_last_hidden else set()
+        return sorted({*self.target_layer_ids, *last})
+
+    def split_captured(self, states_TF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Captured states (T, F), the layers of ``captured_layer_ids`` side by side, as taps (T, K * D) and the last
+        hidden state (T, D) or None; views of the same memory."""
+        last_TD = states_TF[:, -self.hidden_size :] if self.has_last_hidden else None
+        return states_TF[:, : self.row_width], last_TD
 
     def require_compatible(self, other: "ShardsHeader | TargetSpec", what: str = "these shards") -> None:
         """Refuse shards of another target, or written with other settings.
@@ -191,6 +199,8 @@ class Row:
     """(T, K * D), bfloat16 or as the header's dtype says: taps in layer-id order."""
     next_token: int = NO_NEXT_TOKEN
     """The token that the target said last (an end token or the one at the length limit); -1: none."""
+    last_hidden: Tensor | None = None
+    """(T, D) bfloat16: the last layer's output before the final norm; None where the header has none."""
 
     @property
     def is_generated(self) -> bool:
@@ -211,12 +221,15 @@ class Row:
 def arrow_schema(header: ShardsHeader) -> pa.Schema:
     """Columns of a shard; the header travels in the schema's metadata, too."""
     value_type = STORAGE_TYPES[header.dtype][0]
+    last_type = pa.list_(pa.list_(pa.uint16(), header.hidden_size))
+    last = [pa.field("last_hidden", last_type, nullable=False)] if header.has_last_hidden else []
     return pa.schema(
         [
             pa.field("id", pa.string(), nullable=False),
             pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
             pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
             pa.field("hidden_states", pa.list_(pa.list_(value_type, header.row_width)), nullable=False),
+            *last,
             pa.field("next_token", pa.int32(), nullable=False),
             pa.field("checksum", pa.uint64(), nullable=False),
         ],
@@ -247,12 +260,14 @@ def new_hasher(algorithm: str) -> Any:
 
 
 def row_checksum(algorithm: str, row: Row) -> int:
-    """Checksum of everything in a row, as stored: ``row.hidden_states`` must be in the stored dtype."""
+    """Checksum of everything in a row, as stored: its states must be in the stored dtype."""
     hasher = new_hasher(algorithm)
     hasher.update(row.id.encode() + b"\0" + str(row.next_token).encode())
     hasher.update(row.input_ids.contiguous().numpy())
     hasher.update(row.loss_mask.contiguous().numpy())
-    hasher.update(row.hidden_states.contiguous().view(torch.uint8).numpy())
+    for states in (row.hidden_states, row.last_hidden):
+        if states is not None:
+            hasher.update(states.contiguous().view(torch.uint8).numpy())
     return int(hasher.hexdigest(), 16)
 
 

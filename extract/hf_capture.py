@@ -95,9 +95,9 @@ def _row(target: Any, job: Job, sample: Sample, response: list[int] | None) -> R
         token_ids, next_token = sample.token_ids + response[:-1], response[-1]
         spans = [(len(sample.token_ids), len(token_ids))]
     ids_BT = torch.tensor([token_ids], device=target.device)
-    with TapRecorder(target, job.header.target_layer_ids) as recorder:
+    with TapRecorder(target, job.captured_layer_ids) as recorder:
         target(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
-        states_TF = recorder.taps()[0]
+        taps_TF, last_TD = job.header.split_captured(recorder.taps()[0])
     mask = torch.zeros(len(token_ids), dtype=torch.bool)
     for start, end in spans:
         mask[start:end] = True
@@ -105,6 +105,7 @@ def _row(target: Any, job: Job, sample: Sample, response: list[int] | None) -> R
         id=sample.id,
         input_ids=ids_BT[0].cpu(),
         loss_mask=mask,
-        hidden_states=states_TF.clone(),  # leave inference mode
+        hidden_states=taps_TF.clone(),  # leave inference mode
+        last_hidden=None if last_TD is None else last_TD.clone(),
         next_token=next_token,
     )

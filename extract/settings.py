@@ -84,6 +84,9 @@ class ExtractConfig:
     """Type in which the target computes; auto: bfloat16 on a GPU, float32 on a CPU."""
     storage: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which hidden states are stored; float32 takes twice the space and is for parity checks."""
+    last_hidden: bool = False
+    """Store the target's last hidden state (the last layer's output before the final norm), too, as bfloat16: one tap's
+    space more."""
     max_shard_bytes: int = 256 << 20
     """Size at which a shard is finished, in bytes."""
     max_num_seqs: int | None = None
