@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_train_batches import make_packer
+from test_train_loop import make_trainer, metrics
 from test_train_losses import LargestTensor
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from train_helpers import make_shards, run_in_two_processes, small_run
 
+from dflash_kit.errors import KitError
+from dflash_kit.shards import open_shards
 from dflash_kit.target_ends import TargetEnds
+from train.cli import main
 from train.distill import DISTILL_KINDS, slot_distillation
+from train.loop import noise_embeddings, train_step
+from train.packing import PackedIndex
+from train.settings import LossSettings
 
 M, D, V = 23, 16, 101
 
@@ -39,12 +50,16 @@ def reference(
     logits, target = hidden @ ends.head.double().T, normed @ ends.head.double().T
     if ends.logit_softcap is not None:
         logits, target = (torch.tanh(x / ends.logit_softcap) * ends.logit_softcap for x in (logits, target))
+    return distance(logits, target, labels, kind, share)
+
+
+def distance(logits: torch.Tensor, target: torch.Tensor, labels: torch.Tensor, kind: str, share: float) -> torch.Tensor:
     q, p = logits.softmax(1), target.softmax(1)
     kl, tv = (p * (p / q).log()).sum(1), (p - q).abs().sum(1) / 2
     alpha = torch.minimum(p, q).sum(1)
     mix = torch.exp(-3 * alpha.detach())
     found = {"kl": kl, "tv": tv, "lk": -alpha.log(), "lk_hybrid": mix * kl + (1 - mix) * tv}[kind]
-    return share * found - (1 - share) * q[torch.arange(M), labels].log()
+    return share * found - (1 - share) * q[torch.arange(len(labels)), labels].log()
 
 
 @pytest.mark.parametrize("kind", DISTILL_KINDS)
@@ -173,3 +188,89 @@ def test_the_norm_of_every_family_gives_the_targets_own_logits(family: str, tmp_
         assert ends.final_norm is not None
         torch.testing.assert_close(ends.logits(ends.final_norm(seen[0])), logits, rtol=1e-5, atol=1e-5)
     assert TargetEnds.from_pretrained(tmp_path).final_norm is None
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shards(tmp_path_factory.mktemp("distill") / "shards", tiny_target, last_hidden=True)
+
+
+def test_a_slot_is_taught_by_the_state_of_the_token_before_its_own(shards_folder: Path) -> None:
+    """Conversations cut, said to the end and packed behind each other; the tail is trimmed as on CPUs."""
+    packer, shards = make_packer(shards_folder, with_last_hidden=True), open_shards(shards_folder)
+    row = packer(PackedIndex(epoch=0, row=0, members=(1, 4, 7))).trimmed()
+    assert row.last_hidden is not None and row.num_cut_tokens
+    assert torch.equal(row.token_ids[row.label_places], row.labels)
+    before = row.label_places - 1
+    for place, state in zip(before.tolist(), row.last_hidden[before], strict=True):
+        source = shards[(1, 4, 7)[int(row.layout.documents[place])]]
+        assert source.last_hidden is not None
+        assert torch.equal(state, source.last_hidden[int(row.layout.positions[place])])
+        assert state.any()
+    assert make_packer(shards_folder)(PackedIndex(epoch=0, row=0, members=(1,))).last_hidden is None
+
+
+@pytest.mark.parametrize("kind", DISTILL_KINDS)
+def test_a_step_equals_one_sum_over_all_rows_in_float64(shards_folder: Path, tmp_path: Path, kind: str) -> None:
+    """Three accumulated packed rows: Σ w · distance / Σ w over all of them, the target's states found by hand."""
+    changes = {"data__rows_per_step": 3, "loss__kind": kind, "loss__distill_weight": 0.6, "optim__clip": 1e9}
+    trainer = make_trainer(shards_folder, tmp_path / "out", **changes)
+    rows = next(iter(trainer.feed.steps(0, 1))).result()
+    ends, exact = trainer.ends, copy.deepcopy(trainer.drafter).double()
+    wide = TargetEnds(embedding=ends.embedding.double(), head=ends.head.double())
+    total, weight = 0.0, 0.0
+    for row in rows:
+        layout = row.layout
+        hidden = exact(
+            noise_embeddings(row, wide, trainer.job.drafter.mask_token_id),
+            row.features[None].double(),
+            torch.cat([layout.positions, layout.slot_positions])[None],
+            exact.layer_masks(layout, flex=False),
+        )[0, row.slots]
+        # The tiny target's norm has weight 1; the state in front of a label is the label's own row of the head.
+        taught = ends.head[row.labels].bfloat16().double()
+        taught = taught / (taught.square().mean(1, keepdim=True) + 1e-6).sqrt()
+        losses = distance(wide.logits(hidden), wide.logits(taught), row.labels, kind, 0.6)
+        total, weight = total + float((losses * row.weights).sum().detach()), weight + float(row.weights.sum())
+    result = train_step(trainer, rows, lr=1e-3)
+    assert result.applied
+    assert result.loss_sum / result.weight_sum == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_distillation_teaches(tiny_target: Path, tmp_path: Path) -> None:
+    shards, out = make_shards(tmp_path / "shards", tiny_target, num_rows=48, last_hidden=True), tmp_path / "out"
+    changes = {"optim__max_steps": 100, "optim__lr": "5e-3", "replay__every_steps": 20, "log_every_steps": 20}
+    assert main(small_run(shards, out, loss__kind="lk", **changes)) == 0
+    replays = [line["methods"]["chain"]["acceptance_length_pooled"] for line in metrics(out, "replay")]
+    assert replays[0] < 1.7 < 2.2 < replays[-1]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(shards_folder: Path, tmp_path: Path) -> None:
+    changes = {"data__rows_per_step": 3, "optim__max_steps": 4, "replay__max_rows": 0, "loss__kind": "kl"}
+    single, double = tmp_path / "single", tmp_path / "double"
+    assert main(small_run(shards_folder, single, **changes)) == 0
+    done = run_in_two_processes(small_run(shards_folder, double, **changes))
+    assert done.returncode == 0, done.stderr[-2000:]
+    for one, two in zip(metrics(single), metrics(double), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", DISTILL_KINDS)
+def test_shards_without_last_hidden_states_are_refused(tiny_target: Path, tmp_path: Path, kind: str) -> None:
+    shards = make_shards(tmp_path / "shards", tiny_target, num_rows=2)
+    with pytest.raises(KitError, match=rf"loss\.kind is {kind}.*hold none; extract them again with --last_hidden"):
+        main(small_run(shards, tmp_path / "out", loss__kind=kind))
+    assert not (tmp_path / "out.state").exists()
+
+
+@pytest.mark.parametrize("value", [0, 1.5])
+def test_shares_outside_their_range_or_without_use_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"distill_weight is .*allowed is above 0 up to 1"):
+        LossSettings(kind="kl", distill_weight=value)
+    with pytest.raises(ValueError, match="distill_weight is 0.5 with loss.kind decay"):
+        LossSettings(distill_weight=0.5)

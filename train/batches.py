@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash_kit.errors import KitError
 from dflash_kit.masks import BlockLayout
+from dflash_kit.shard_format import LAST_HIDDEN_DTYPE
 from dflash_kit.shards import Row, Shards
 
 from .anchors import draw_anchors, row_generator
@@ -195,23 +195,15 @@ class RowPacker:
         return token_ids, supervised, features, positions, documents, num_cut
 
     def _lay_out_last_hidden(self, rows: Sequence[Row]) -> Tensor:
-        states = [self._last_hidden_of(row) for row in rows]
-        dtype = states[0].dtype if states else torch.bfloat16
-        laid = torch.zeros(self.seq_len, self.shards.header.hidden_size, dtype=dtype)
+        laid = torch.zeros(self.seq_len, self.shards.header.hidden_size, dtype=LAST_HIDDEN_DTYPE)
         start = 0
-        for row, part in zip(rows, states, strict=True):
+        for row in rows:
+            assert row.last_hidden is not None, "the header was asked before"
             length = min(len(row.token_ids()), self.seq_len - start)
-            laid[start : start + min(len(part), length)] = part[:length]
+            states = row.last_hidden[:length]
+            laid[start : start + len(states)] = states
             start += length
         return laid
-
-    def _last_hidden_of(self, row: Row) -> Tensor:
-        states: Tensor | None = getattr(row, "last_hidden", None)
-        if states is None:
-            raise KitError(
-                f"row {row.id} of {self.shards.folder} has no last hidden states; extract it again with --last_hidden"
-            )
-        return states
 
     def _add_noise(self, features: Tensor, index: PackedIndex) -> None:
         """Gaussian noise that depends on nothing but (seed, epoch, row)."""

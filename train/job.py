@@ -128,7 +128,7 @@ def prepare(config: TrainConfig) -> Job:
 
 
 def _require_last_hidden(config: TrainConfig, header: ShardsHeader) -> None:
-    if config.loss.kind not in ("decay", "dpace") and not getattr(header, "has_last_hidden", False):
+    if config.loss.kind not in ("decay", "dpace") and not header.has_last_hidden:
         raise KitError(
             f"loss.kind is {config.loss.kind}, which needs the target's last hidden states, but shards {config.shards} "
             "hold none; extract them again with --last_hidden, or use loss.kind decay or dpace"
