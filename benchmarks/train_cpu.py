@@ -27,6 +27,7 @@ from dflash_kit.masks import BlockLayout
 from dflash_kit.target_ends import TargetEnds
 from train.anchors import draw_anchors
 from train.batches import PackedRow, weigh_slots
+from train.clipping import clipped_step
 from train.loop import noise_embeddings
 from train.losses import Objective, default_gamma, slot_cross_entropy
 from train.packing import PackedIndex
@@ -128,8 +129,7 @@ def main() -> None:
         assert leaf.grad is not None
         hidden[0, row.slots].backward(leaf.grad)
         watch.mark("backward")
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
+        clipped_step(optimizer, drafter.parameters(), 1.0)
         optimizer.zero_grad()
         watch.mark("optimizer")
     parts = {name: round(statistics.median(values), 1) for name, values in watch.parts.items()}

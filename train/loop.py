@@ -7,6 +7,7 @@ the sums that are exchanged anyway, so that they always stop together.
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
 from .batches import PackedRow
+from .clipping import can_fuse, clipped_step
 from .counters import Counters
 from .distill import slot_distillation
 from .feed import Feed
@@ -203,15 +205,19 @@ def resume(trainer: Trainer) -> None:
 
 def _apply(trainer: Trainer) -> tuple[float, bool]:
     """Clip and step unless the gradient is not finite; its norm is the same in every process."""
-    parallel, optimizer = trainer.parallel, trainer.optimizer
-    norm = float(parallel.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.job.config.optim.clip))
+    parallel, optimizer, clip = trainer.parallel, trainer.optimizer, trainer.job.config.optim.clip
+    parameters = list(trainer.model.parameters())
+    if parallel.holds_whole_weights and can_fuse(optimizer):
+        norm = float(clipped_step(optimizer, parameters, clip))
+        optimizer.zero_grad(set_to_none=True)
+        return norm, isfinite(norm)
+    norm = float(parallel.accelerator.clip_grad_norm_(parameters, clip))
     if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
         return norm, not optimizer.step_was_skipped
-    finite = norm - norm == 0.0
-    if finite:
+    if isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, finite
+    return norm, isfinite(norm)
 
 
 def _take(future: Future[list[PackedRow]]) -> tuple[list[PackedRow], KitError | None]:

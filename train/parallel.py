@@ -98,6 +98,15 @@ class Parallel:
         return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
     @property
+    def holds_whole_weights(self) -> bool:
+        """Whether each process has all weights and gradients as plain tensors, so that it may clip and step by itself."""
+        return self.accelerator.distributed_type in (
+            DistributedType.NO,
+            DistributedType.MULTI_CPU,
+            DistributedType.MULTI_GPU,
+        )
+
+    @property
     def zero_stage(self) -> int | None:
         """DeepSpeed's ZeRO stage, None without DeepSpeed."""
         return int(self.accelerator.state.deepspeed_plugin.zero_stage) if self.is_deepspeed else None
