@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     from .job import prepare
     from .parallel import Parallel
     from .state import RunFolder
+    from .tracking import require_tracker
 
+    require_tracker(config.report_to)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     folder = RunFolder(config.out)

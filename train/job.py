@@ -21,7 +21,7 @@ from .validation import hold_out
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
-FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads"}
+FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads", "report_to"}
 FREE_TO_CHANGE |= {"drafter", "init"}  # the fingerprint holds what they come to
 
 

@@ -32,6 +32,7 @@ from .schedule import learning_rate
 from .state import RunFolder, load_state
 from .stopping import StopRequest
 from .sums import StepResult, StepSums
+from .tracking import Tracker
 from .validation import Validation
 
 
@@ -67,7 +68,9 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     """
     job, config, parallel = trainer.job, trainer.job.config, trainer.parallel
     counters = trainer.counters
-    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
+    tracker = Tracker(config, trainer.folder)
+    parallel.on_main(lambda: tracker.start(counters.step))
+    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps, tracker=tracker)
     meter = Meter(job.drafter.num_draft_tokens)
     if counters.step:
         reporter.say(f"resumed at step {counters.step} of {job.max_steps}")

@@ -260,6 +260,9 @@ class TrainConfig:
     """auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."""
     log_every_steps: int = 10
     """Optimizer steps between two lines of metrics."""
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where the numbers of metrics.jsonl also go. tensorboard: files in OUT.state/tensorboard. wandb: W&B, project
+    WANDB_PROJECT or dflash-kit. Either package must be installed."""
     save_every_steps: int = 200
     """Optimizer steps between two saved states; the last one is always saved."""
     keep_last: int = 2
