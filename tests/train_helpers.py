@@ -118,12 +118,14 @@ def launched_environment(**extra: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | extra
 
 
-def run_in_two_processes(arguments: list[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run_in_two_processes(
+    arguments: list[str], timeout_s: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Train under torchrun in two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return subprocess.run(
         [*launcher, str(REPO / "train" / "run.py"), *arguments],
-        env=launched_environment(),
+        env=launched_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout_s,

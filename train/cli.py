@@ -78,7 +78,7 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
     from .loop import resume, train
     from .optimizer import require_possible
 
-    require_possible(job.config.optim, parallel.zero_stage)
+    require_possible(job.config.optim, parallel.zero_stage, fsdp=parallel.is_fsdp)
     if parallel.is_main:
         bf16 = parallel.compute_dtype == torch.bfloat16
         for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):

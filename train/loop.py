@@ -29,6 +29,7 @@ from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
 from .schedule import learning_rate
+from .sharding import gathered
 from .state import RunFolder, load_state
 from .stopping import StopRequest
 from .sums import StepResult, StepSums
@@ -214,7 +215,7 @@ def _apply(trainer: Trainer) -> tuple[float, bool]:
         norm = float(clipped_step(optimizer, parameters, clip))
         optimizer.zero_grad(set_to_none=True)
         return norm, isfinite(norm)
-    norm = float(parallel.accelerator.clip_grad_norm_(parameters, clip))
+    norm = float(gathered(parallel.accelerator.clip_grad_norm_(parameters, clip)))
     if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
         return norm, not optimizer.step_was_skipped
     if isfinite(norm):
