@@ -16,6 +16,7 @@ from .gated_delta import solve_on_paths
 
 NORM_EPS = 1e-6
 """Of the query and key norms, as in the models' kernels."""
+KEY_CHUNK = 32
 PRECISION = "tf32x3"
 """Of the products inside the delta rule: three tf32 products each, close to float32."""
 
@@ -130,7 +131,8 @@ def tree_delta(
         config: rows a tile, value columns a program, warps, precision; None chooses.
     """
     count = rows.v.shape[0]
-    if not uses_kernels(state):
+    chosen = config or delta_config(count, shape)
+    if chosen is None or not uses_kernels(state):
         repeats = shape.heads // shape.key_heads
         q, k = (x.repeat_interleave(repeats, dim=1) for x in (rows.q, rows.k[layer]))
         on_path = unpack_mask(mask)
@@ -141,21 +143,21 @@ def tree_delta(
         return
     from .delta_kernels import tree_delta_kernel
 
-    tile, block, warps, precision = config or delta_config(count, shape)
+    tile, block, warps, precision = chosen
     kernel: Any = tree_delta_kernel
     kernel[(shape.heads, -(-shape.value // block))](
         rows.q, rows.k[layer], rows.v, rows.g, rows.beta, state, mask, rows.out, rows.updates[layer],
         rows.summed[layer], count, mask.stride(0), min(num_steps, tile - 1), KEY_HEADS=shape.key_heads,
-        HEADS=shape.heads, KEY=shape.key, VALUE=shape.value, BLOCK_K=_power_of_two(shape.key), BLOCK_V=block, ROWS=tile,
+        HEADS=shape.heads, KEY=shape.key, VALUE=shape.value, CHUNK=min(KEY_CHUNK, _power_of_two(shape.key)), BLOCK_V=block, ROWS=tile,
         PRECISION=precision, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 
-def delta_config(num_rows: int, shape: DeltaShape) -> tuple[int, int, int, str]:
-    """Rows a tile, value columns a program, warps, precision of the products."""
+def delta_config(num_rows: int, shape: DeltaShape) -> tuple[int, int, int, str] | None:
+    """Rows a tile, value columns a program, warps, precision of the products; None for torch's own solve."""
     if INTERPRETED:
         return 16 if num_rows <= 16 else 64, 16, 4, "ieee"
-    return (16, 32, 4, PRECISION) if num_rows <= 16 else (64, 32, 4, PRECISION)
+    return (16, 32, 4, PRECISION) if num_rows <= 16 else (64, 32, 8, PRECISION)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:

@@ -21,8 +21,16 @@ from dflash_kit.target import TapRecorder, decoder_layers
 from .delta_ops import DeltaRows, DeltaShape, commit_states, delta_inputs, gated_norm, gated_rope, tree_delta
 from .device_tree import TreeBuffers
 from .fused_layers import RowBuffers, fuse_weights
-from .fused_ops import NUM_MULTIPROCESSORS, Heads, add_norm, commit_rows, linear, preferred_library, swiglu
-from .fused_ops import tree_attention
+from .fused_ops import (
+    NUM_MULTIPROCESSORS,
+    Heads,
+    add_norm,
+    commit_rows,
+    linear,
+    preferred_library,
+    swiglu,
+    tree_attention,
+)
 from .fused_target import PREFILL_ROWS, SLACK_SLOTS, FusedTarget, Pass
 
 FAMILIES = ("Qwen3_5DecoderLayer",)

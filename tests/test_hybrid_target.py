@@ -6,7 +6,6 @@ On a machine without a GPU the torch references run, and the kernels in Triton's
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from decode.delta_ops import DeltaRows, DeltaShape, commit_states, delta_inputs,
 from decode.fused_drafter import FusedDrafter
 from decode.fused_ops import pack_mask
 from decode.fused_round import GreedyRound, decode_greedy
-from decode.gated_delta import solve_on_paths
 from decode.hybrid_target import HybridTarget, convolution_columns
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
@@ -141,7 +139,9 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
         gate = rows.mixed[0][:, SHAPE.channels : SHAPE.channels + SHAPE.heads * SHAPE.value]
         normed = gated_norm(rows.out, gate, gain, 1e-6, torch.empty_like(rows.out))
         commit_states(kept, kept_windows, rows, path, accepted, SHAPE)
-        found.append((rows.q, rows.k, rows.v, rows.g, rows.beta, rows.out, rows.updates, rows.summed, normed, kept, kept_windows))
+        found.append(
+            (rows.q, rows.k, rows.v, rows.g, rows.beta, rows.out, rows.updates, rows.summed, normed, kept, kept_windows)
+        )
     for index, (ours, reference) in enumerate(zip(*found, strict=True)):
         assert error(ours, reference) < 1e-5, index
 
