@@ -14,6 +14,7 @@ is one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -94,7 +95,8 @@ def main() -> None:
         "made_s": round(time.perf_counter() - begin_s, 1),
     }  # fmt: skip
     report["transformers_step_ms"] = attempt(lambda: transformers_step_ms(model, prompt, options.repetitions))
-    report |= measure(model, prompt, budgets, rates, options)
+    measured = attempt(lambda: measure(model, prompt, budgets, rates, options))
+    report |= measured if isinstance(measured, dict) else {"error": measured}
     report |= {
         "device": torch.cuda.get_device_name() if ON_GPU else "cpu", "versions": package_versions(),
         "flash_linear_attention": has_fla(), "commit": git_commit(),
@@ -389,8 +391,8 @@ def attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except (RuntimeError, KitError, ValueError, TypeError, AttributeError, ImportError) as error:
-        if ON_GPU:
-            torch.cuda.synchronize()
+        with contextlib.suppress(RuntimeError):
+            now_s()
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
     except Exception as error:  # Triton's compiler raises errors of its own kinds
         return f"{type(error).__name__}: {str(error)[:300]}"
