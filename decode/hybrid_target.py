@@ -9,7 +9,7 @@ C convolution channels, W convolution kernel, G key-value heads, d head dimensio
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -102,8 +102,8 @@ def _gain(norm: Any) -> Tensor:
 class HybridPass(Pass):
     """A pass and what the linear layers keep of it until a path is committed."""
 
-    delta: DeltaRows = None  # type: ignore[assignment]
-    columns: Tensor = None  # type: ignore[assignment]
+    delta: DeltaRows = field(kw_only=True)
+    columns: Tensor = field(kw_only=True)
     """(R, W) int32, where each row's convolution inputs lie."""
 
 
@@ -291,6 +291,11 @@ def convolution_columns(parents: Tensor, kernel: int) -> Tensor:
     return torch.stack(columns[::-1], dim=1)
 
 
+def is_hybrid(model: Any) -> bool:
+    """Whether a model has Gated DeltaNet layers."""
+    return any(hasattr(layer, "linear_attn") for layer in decoder_layers(model))
+
+
 def check_hybrid(model: Any) -> None:
     """Refuse what this path would compute wrongly.
 
@@ -309,7 +314,7 @@ def check_hybrid(model: Any) -> None:
             reasons.append(f"head_dim is {config.head_dim}, not a power of two within 16..256")
         if getattr(config, "attention_bias", False):
             reasons.append("its attention has biases")
-        if not any(hasattr(layer, "linear_attn") for layer in layers):
+        if not is_hybrid(model):
             reasons.append("it has no Gated DeltaNet layer")
         parts = [layer.linear_attn.in_proj_qkv for layer in layers if hasattr(layer, "linear_attn")]
         if not all(isinstance(part, nn.Linear) for part in (*parts, layers[0].mlp.gate_proj)):

@@ -97,17 +97,11 @@ def test_greedy_rounds_say_what_the_target_says(budget: int | None) -> None:
     assert [expected[0], *rounds.advance()][:2] == expected[:2]
 
 
-SHAPE = DeltaShape(key_heads=2, heads=4, key=16, value=24, kernel=4)
-
-
-def filled_rows(num_rows: int, generator: torch.Generator) -> DeltaRows:
-    rows = DeltaRows.allocate(2, num_rows, SHAPE, torch.zeros(1))
-    rows.mixed.copy_(torch.randn(rows.mixed.shape, generator=generator))
-    return rows
+SHAPE = DeltaShape(key_heads=1, heads=2, key=16, value=24, kernel=4)
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_nodes", [0, 9, 40, 150])
+@pytest.mark.parametrize("num_nodes", [0, 9, 70])
 def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs, delta rule and commit through kernels and through torch, on one tree of one, two or three tiles."""
     generator = torch.Generator().manual_seed(num_nodes)
@@ -120,8 +114,8 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
     mask, count = pack_mask(ancestor_mask(tree.parents)).to(DEVICE), num_nodes + 1
     columns = convolution_columns(parents, SHAPE.kernel).int().to(DEVICE)
     window, conv = draw(3, SHAPE.channels).to(DEVICE), draw(SHAPE.channels, 4).to(DEVICE)
-    a_log, dt_bias, gain = draw(4).to(DEVICE), draw(4).to(DEVICE), draw(SHAPE.value).to(DEVICE)
-    states, windows = draw(2, 4, 16, 24).to(DEVICE), draw(2, 3, SHAPE.channels).to(DEVICE)
+    a_log, dt_bias, gain = draw(2).to(DEVICE), draw(2).to(DEVICE), draw(SHAPE.value).to(DEVICE)
+    states, windows = draw(2, 2, 16, 24).to(DEVICE), draw(2, 3, SHAPE.channels).to(DEVICE)
     leaf = ancestor_mask(tree.parents)[num_nodes // 2].nonzero().flatten()
     path = torch.zeros(16, dtype=torch.int32, device=DEVICE)
     path[: len(leaf)] = leaf
