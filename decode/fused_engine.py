@@ -19,7 +19,8 @@ from .engine import Generation, Method, Prefix, require_context, require_finite
 from .fused_drafter import FusedDrafter
 from .fused_round import GreedyRound
 from .fused_target import FusedTarget, check_supported, padded_rows
-from .hybrid_target import HybridTarget, check_hybrid, is_hybrid
+from .hybrid_layers import check_hybrid, is_hybrid
+from .hybrid_target import HybridTarget
 from .sampling import GREEDY, Sampling
 
 MAX_BLOCK_SIZE = 16
