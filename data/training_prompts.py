@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,10 +83,11 @@ def other_numbers(variants: int, seed: int) -> Iterator[str]:
     for variant in range(variants):
         source = random.Random(f"{seed}-{variant}")
         for prompt in gsm8k():
-            yield NUMBER.sub(lambda match: _another(match.group(), source), prompt)
+            yield NUMBER.sub(partial(_another, source), prompt)
 
 
-def _another(text: str, source: random.Random) -> str:
+def _another(source: random.Random, match: re.Match[str]) -> str:
+    text = match.group()
     value = int(text.replace(",", ""))
     if value < 2:
         return text
