@@ -140,6 +140,7 @@ class _Run:
         self._job = job
         self._waiting = deque(samples)
         self._in_flight: dict[str, Sample] = {}  # by id, samples whose rows have not been accepted
+        self._ended: set[str] = set()  # ids of those among them that the engine is through with
         self.failures = Failures(skip=job.skip_errors)
         self._said: dict[str, int] = {}  # tokens of unfinished answers
         self._num_said = 0
@@ -209,10 +210,10 @@ class _Run:
         try:
             return list(self._engine.step())
         except Exception as error:
-            sources = [sample.source for sample in self._in_flight.values()]
+            sources = [sample.source for row_id, sample in self._in_flight.items() if row_id not in self._ended]
             raise KitError(
                 f"vLLM's engine died, or a process of it was killed ({error or type(error).__name__}; its own messages "
-                f"stand above) with {len(sources)} samples in flight ({', '.join(sources[:3])}{', …' * (len(sources) > 3)}); "
+                f"stand above) while it worked on {len(sources)} samples ({', '.join(sources[:3])}{', …' * (len(sources) > 3)}); "
                 "finished shards are intact: run the same command again to resume"
             ) from error
 
@@ -222,6 +223,8 @@ class _Run:
             self._num_said += num_tokens - self._said.pop(output.request_id, 0)
             if not output.finished:
                 self._said[output.request_id] = num_tokens
+            elif output.request_id in self._in_flight:
+                self._ended.add(output.request_id)
             reason = output.outputs[0].finish_reason
             if output.finished and reason not in ("stop", "length", "repetition"):
                 sample = self._in_flight.pop(output.request_id)
@@ -239,6 +242,7 @@ class _Run:
             raise KitError(status["error"])
         for sample_id, _ in status["accepted"]:
             self._in_flight.pop(sample_id, None)
+            self._ended.discard(sample_id)
             self.failures.end_row()
         num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
         said, self._num_said = self._num_said, 0
