@@ -93,12 +93,14 @@ def _has_zero_embedding(ids_T: Tensor, zero_TK: Tensor) -> Tensor:
 
     A token whose embedding is all zero (hybrids have such a padding token) has a zero state in every layer up to the first
     one with full attention, wherever it stands, and in none behind. So one token of the vocabulary is excused, if each time
-    that it stands in the row it is zero in the same lower taps and not in the last one, and if other tokens are not zero.
-    Taps that nobody has written, and states that are missing at an end and padded, do not look like that.
+    that it stands in the row it is zero in the same lower taps and not in the last one, and if a token behind it is not zero.
+    Taps that nobody has written, and states that are missing at the end and padded, do not look like that; a row that holds
+    such a token at its end alone cannot be told from the latter, and is refused.
     """
     is_zero_T = zero_TK.any(-1)
     ids = ids_T[is_zero_T].unique()
-    if len(ids) != 1 or is_zero_T.all():
+    num_zero = int(is_zero_T.sum())
+    if len(ids) != 1 or bool(is_zero_T[-num_zero:].all()):  # the zeros are the row's end
         return torch.zeros_like(is_zero_T)
     same_token_T = ids_T == ids
     zero_NK = zero_TK[same_token_T]

@@ -117,7 +117,7 @@ class ExtractionProgress(Tally):
         """Take a report of the engine."""
         super().update(report)
         self._gpus.sample()
-        self._bar.update(self._task, completed=self.num_rows, rates=self._rates())
+        self._bar.update(self._task, completed=self.num_rows + self.num_failed, rates=self._rates())
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s

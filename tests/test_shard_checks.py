@@ -62,7 +62,7 @@ def padded_row(*positions: int, zero_taps: int = 1):
 
 
 @pytest.mark.parametrize("zero_taps", [1, 2])
-@pytest.mark.parametrize("positions", [[0], [4], [10], [2, 3, 10]])
+@pytest.mark.parametrize("positions", [[0], [4], [9], [2, 3, 10]])
 def test_a_token_that_is_zero_in_the_lower_taps_wherever_it_stands_is_no_fault(tmp_path, positions, zero_taps):
     row = padded_row(*positions, zero_taps=zero_taps)
     inspection = TapInspection()
@@ -101,6 +101,12 @@ def test_zero_states_that_an_embedding_cannot_explain_are_refused(spoil):
     spoil(row)
     with pytest.raises(KitError, match="sample row3: tap of layer [13] is all zero at token"):
         check_row(row, make_header())
+
+
+@pytest.mark.parametrize("positions", [[10], [9, 10]])
+def test_zero_states_at_the_end_alone_look_like_a_short_capture_and_are_refused(positions):
+    with pytest.raises(KitError, match=f"layer 1 is all zero at token {positions[0]}"):
+        check_row(padded_row(*positions), make_header())
 
 
 def test_the_only_token_of_a_row_is_not_excused():
