@@ -1,7 +1,6 @@
 """Samples at which an engine fails: counted and left out if asked for, else the run ends when what is in flight is done."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,16 +9,13 @@ import torch
 from test_shards import make_header
 
 from dflash_kit.errors import KitError
-from dflash_kit.shards import ShardsHeader, open_shards, verify_shards
-from dflash_kit.target import TargetSpec
-from extract import hf_capture, vllm_capture, vllm_environment
+from dflash_kit.shards import open_shards, verify_shards
+from extract import hf_capture, vllm_capture
 from extract.capture import Job
 from extract.cli import main
 from extract.failures import MAX_IN_A_ROW
 from extract.prompts import Sample
-from helpers import requires_vllm
 
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 4, "seed": 0, "template_args": {}}
 BAD = 4
 """The token of "%", at which the targets of these tests fail."""
 
@@ -169,44 +165,6 @@ def test_vllm_finishes_what_is_in_flight_and_takes_no_more(monkeypatch, fault):
 def test_an_engine_that_dies_names_what_it_worked_on(monkeypatch):
     with pytest.raises(KitError, match=r"EngineCore died.* worked on 4 samples \(p:6, p:7, p:8, …\).*to resume"):
         drive(Engine(dies_at="row9"), monkeypatch, skip=True)
-
-
-@requires_vllm
-@pytest.mark.slow
-def test_a_sample_that_a_real_vllm_refuses_is_left_out(tiny_target, tmp_path, monkeypatch, capsys):
-    """One longer than the context that the engine was started with; those before and behind it are captured."""
-    for name in (*vllm_environment.QUIET, "LD_PRELOAD"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # so that what the engine sets is taken back
-        monkeypatch.delenv(name)
-    spec = TargetSpec.from_pretrained(tiny_target)
-    version = vllm_capture.engine_version()
-    header = ShardsHeader.from_target(
-        spec, target_layer_ids=[1, 3], compute_dtype="float32", engine="vllm", engine_version=version, sampling=GREEDY
-    )
-    job = Job(
-        spec=spec,
-        header=header,
-        folder=tmp_path / "s",
-        max_shard_bytes=1 << 20,
-        max_num_seqs=2,
-        longest_tokens=20,
-        skip_errors=True,
-    )
-    samples = [
-        Sample(
-            id=f"{i:032x}",
-            source=f"p:{i}",
-            token_ids=[9] * (50 if i == 2 else 3 + i),
-            loss_spans=[(1, 3)],
-            max_new_tokens=0,
-        )
-        for i in range(5)
-    ]
-    reports = list(vllm_capture.capture(job, samples, {"asked": 5, "dropped": {}}))
-    assert sum(report.num_failed for report in reports) == 1
-    assert sorted(open_shards(tmp_path / "s").ids) == [f"{i:032x}" for i in (0, 1, 3, 4)]
-    assert open_shards(tmp_path / "s").summary == {"asked": 5, "dropped": {"engine_failed": 1}}
-    assert "p:2: the engine failed at this sample" in capsys.readouterr().err
 
 
 # Draws
