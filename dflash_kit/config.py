@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from dflash_kit.errors import KitError
+from dflash_kit.errors import KitError, free_bytes
 from dflash_kit.recipe import SECTIONS, nearest, read_section
 
 OWN_FLAGS = ("config", "print_config", "help")
@@ -68,11 +68,22 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Write the resolved config as flat YAML, which `--config` reads back; the file appears whole."""
+    """Write the resolved config as flat YAML, which `--config` reads back; the file appears whole.
+
+    Raises:
+        KitError: it cannot be written.
+    """
     path = Path(path)
     partial = path.with_name(path.name + ".incomplete")
-    partial.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
-    os.replace(partial, path)
+    try:
+        partial.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise KitError(
+            f"cannot write {path}: {error.strerror or error} ({free_bytes(path.parent):,} bytes free); make room and run "
+            "the same command again"
+        ) from error
 
 
 def _leaf_hints(cls: type, prefix: str = "") -> dict[str, Any]:

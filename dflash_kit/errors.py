@@ -67,12 +67,17 @@ def require_free_bytes(path: str | Path, num_bytes: int, what: str) -> None:
     Raises:
         KitError: the file system that holds ``path`` has fewer than ``num_bytes`` bytes free.
     """
+    num_free = free_bytes(path)
+    if num_free < num_bytes:
+        raise KitError(
+            f"{what} needs {num_bytes:,} bytes in {path} but {num_free:,} are free; "
+            "free some space or name a folder on another disk"
+        )
+
+
+def free_bytes(path: str | Path) -> int:
+    """Free bytes of the file system that holds ``path``, which need not exist yet."""
     existing = Path(path).absolute()
     while not existing.exists():
         existing = existing.parent
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < num_bytes:
-        raise KitError(
-            f"{what} needs {num_bytes:,} bytes in {path} but {free_bytes:,} are free; "
-            "free some space or name a folder on another disk"
-        )
+    return shutil.disk_usage(existing).free

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import KitError, require_free_bytes
+from .errors import KitError, free_bytes, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_entry import ShardEntry
@@ -102,8 +102,10 @@ class ShardWriter:
         self._journal = Journal(self.folder / self.share.manifest_name, lock_wait_s=lock_wait_s)
         try:
             self._recover(lock_wait_s)
-        except BaseException:
+        except BaseException as error:
             self._journal.close()
+            if isinstance(error, OSError):
+                raise self._full(None, None, error) from error
             raise
 
     def add(self, row: Row, *, lane: int = 0, taps_are_sound: bool = False) -> None:
@@ -293,6 +295,6 @@ class ShardWriter:
             with self._shared:
                 self._growing_ids.discard(row_id)
         return KitError(
-            f"cannot write to {self.folder}: {error.strerror or error}; its {self.num_rows} rows in finished "
-            "shards are intact: make room and run the same command again to resume"
+            f"cannot write to {self.folder}: {error.strerror or error} ({free_bytes(self.folder):,} bytes free); its "
+            f"{self.num_rows} rows in finished shards are intact: make room and run the same command again to resume"
         )

@@ -36,6 +36,10 @@ class Job:
     """Tokens of one engine step at most; None: the engine's default (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
+    verbose: bool = False
+    """Let the engine say what it does, not only its errors (vLLM only)."""
+    skip_errors: bool = False
+    """Leave out samples at which the engine fails, instead of stopping when those in flight are done."""
 
     @property
     def captured_layer_ids(self) -> list[int]:
@@ -55,10 +59,15 @@ class Progress:
     """Size of finished shards by now, those of earlier runs included."""
     num_said: int = 0
     """Tokens that the target has said since the last report, in answers that are not finished as well."""
+    num_failed: int = 0
+    """Samples at which the engine has failed since the last report, and that are left out."""
 
 
 class Capture(Protocol):
-    """An engine: yields progress; on return every sample is in a finished shard, on ``close`` all that was captured."""
+    """An engine: yields progress; on return every sample is in a finished shard, on ``close`` all that was captured.
+
+    Samples at which the engine fails are reported as failed, and added to the summary's ``dropped``.
+    """
 
     def __call__(self, job: Job, samples: list[Any], summary: dict[str, Any]) -> Generator[Progress, None, None]:
         """Capture ``samples`` and journal ``summary``."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dflash_kit.config import parse_config, save_config
-from dflash_kit.errors import KitError, require_free_bytes
+from dflash_kit.errors import KitError, free_bytes, require_free_bytes
 from dflash_kit.interrupts import sigterm_interrupts
 from dflash_kit.shard_folder import inspect_folder
 from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards
@@ -18,6 +18,8 @@ from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
 from .capture import Capture, Job
+from .estimate import count_active_weights, least_time_s, measure_rates
+from .failures import DROP_REASON
 from .launcher import launch
 from .parity import settle_parity
 from .plan import Limits, Plan, make_plan
@@ -64,7 +66,9 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     plan = build_plan(config, spec, header, done_ids)
     if config.dry_run:
         screen.plan(plan, header, folder)
-        print(json.dumps({**plan.summary(), "to_do": len(plan.samples), "max_bytes": plan.max_bytes(header)}))
+        least_s = estimate(config, spec, header, plan, screen)
+        amounts = {"to_do": len(plan.samples), "max_tokens": plan.max_tokens, "max_bytes": plan.max_bytes(header)}
+        print(json.dumps({**plan.summary(), **amounts, "free_bytes": free_bytes(folder), "least_s": least_s}))
         return
     # Opening the writer mends what a killed run left, and takes its rows over.
     with ShardWriter(folder, header, **asdict(share)) as writer:
@@ -77,7 +81,9 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     totals = run(config, spec, header, plan, screen)
     if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
         # A run that was ended before its check, and is started again with nothing left to add, is checked now.
-        ids = [sample.id for sample in plan.samples] or open_shards(folder).ids
+        held = open_shards(folder).ids
+        added = {sample.id for sample in plan.samples}.intersection(held)
+        ids = [sample.id for sample in plan.samples if sample.id in added] or held
         if ids:
             screen.say(str(settle_parity(folder, share.manifest_name, ids[: config.parity], revision=spec.revision)))
     if config.verify:
@@ -165,35 +171,69 @@ def show(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader) -> None:
     print(json.dumps({"shown": len(plan.samples), **plan.summary()}))
 
 
+def num_seqs(config: ExtractConfig) -> int:
+    """Conversations that the engine works on at once."""
+    default = 256 if torch.cuda.is_available() else (64 if config.engine == "vllm" else 16)
+    return config.max_num_seqs or default
+
+
+def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> float | None:
+    """Say and return how many seconds the plan takes at least; None where that cannot be known."""
+    dtype = getattr(torch, header.compute_dtype)
+    try:
+        num_weights, rates = count_active_weights(spec.name, spec.revision), measure_rates(dtype)
+    except (KitError, torch.OutOfMemoryError) as error:
+        screen.say(f"time     unknown: {error}")
+        return None
+    least_s = least_time_s(
+        num_weights,
+        rates,
+        num_tokens=plan.max_tokens,
+        num_answer_tokens=sum(sample.max_new_tokens for sample in plan.samples),
+        num_seqs=min(num_seqs(config), max(1, len(plan.samples))),
+        bytes_per_weight=dtype.itemsize,
+        num_devices=config.num_workers * config.tensor_parallel_size if torch.cuda.is_available() else 1,
+    )
+    screen.time(least_s, num_weights, rates)
+    return float(f"{least_s:.3g}")
+
+
 def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> dict[str, Any]:
     """Capture every sample of the plan; returns totals for the last line."""
     if not plan.samples:
         return {"rows": plan.num_done, "rows_added": 0}
     folder = Path(config.out)
     require_free_bytes(folder, plan.max_bytes(header), "the extraction")
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and header.compute_dtype != "float32":
+    if not torch.cuda.is_available() and header.compute_dtype != "float32":
         print(f"note: {header.compute_dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)
-    default_seqs = 256 if on_gpu else (64 if config.engine == "vllm" else 16)
     job = Job(
         spec=spec,
         header=header,
         folder=folder,
         share=config.shares[0],
         max_shard_bytes=config.max_shard_bytes,
-        max_num_seqs=config.max_num_seqs or default_seqs,
+        max_num_seqs=num_seqs(config),
         longest_tokens=plan.longest_tokens,
         tensor_parallel_size=config.tensor_parallel_size,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_num_batched_tokens=config.max_num_batched_tokens,
         engine_args=config.engine_args,
+        skip_errors=config.skip_errors,
+        verbose=config.verbose,
     )
     capture = CAPTURES[config.engine](job, plan.samples, plan.summary())
-    with screen.progress(plan) as progress, closing(capture) as reports:  # closed at Ctrl-C: it finishes its shards
+    with (
+        screen.progress(plan, config.tensor_parallel_size) as progress,
+        closing(capture) as reports,
+    ):  # closed at Ctrl-C: it finishes its shards
         for report in reports:
             progress.update(report)
-    if progress.num_rows != len(plan.samples):
+    if progress.num_failed:
+        plan.drops[DROP_REASON] = progress.num_failed
+    if progress.num_rows + progress.num_failed != len(plan.samples):
         raise KitError(f"{progress.num_rows} of {len(plan.samples)} samples were captured; run again to resume")
+    if not plan.num_done + progress.num_rows and config.is_whole:
+        raise KitError(f"nothing was extracted: the engine failed at all {progress.num_failed} samples")
     return {
         "rows": plan.num_done + progress.num_rows,
         "rows_added": progress.num_rows,

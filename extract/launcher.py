@@ -43,7 +43,7 @@ class Worker:
     ) -> None:
         self.share = share
         self.to_do = self.max_bytes = 0
-        self.rows = self.tokens = self.bytes = 0
+        self.rows = self.tokens = self.bytes = self.failed = 0
         self.result: dict[str, Any] | None = None
         self.error: str | None = None
         self._events = events
@@ -129,7 +129,7 @@ def launch(shares: list[Share], arguments: list[str], folder: Path, *, gpus_each
     cores = [] if gpus else core_slices(len(shares))
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     workers: list[Worker] = []
-    with ExtractionProgress(0, 0, label=f"extract ×{len(shares)}") as progress:
+    with ExtractionProgress(0, 0, label=f"extract ×{len(shares)}", num_gpus=len(shares) * gpus_each) as progress:
         try:
             for index, share in enumerate(shares):
                 workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
@@ -203,8 +203,10 @@ def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, fol
             require_free_bytes(folder, sum(each.bytes_to_come for each in workers), "the extraction")
         elif kind == "progress":
             rows, tokens = value["rows"] - worker.rows, value["tokens"] - worker.tokens
+            failed_here = value.get("failed", 0) - worker.failed
             worker.rows, worker.tokens, worker.bytes = value["rows"], value["tokens"], value["bytes"]
-            progress.update(Progress(rows, tokens, sum(each.bytes for each in workers)))
+            worker.failed += failed_here
+            progress.update(Progress(rows, tokens, sum(each.bytes for each in workers), num_failed=failed_here))
         elif kind == "done":
             worker.result = value["result"]
         else:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import capture
+from .gpu_meter import GpuMeter
 
 LINE_EVERY_S = 15.0
 
@@ -17,7 +18,7 @@ class Tally:
     """Counts what an engine reports, and the seconds since it began; shows nothing."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_tokens = self.num_bytes = self.num_said = 0
+        self.num_rows = self.num_tokens = self.num_bytes = self.num_said = self.num_failed = 0
         self._t0 = self._first_s = time.monotonic()
 
     @property
@@ -46,28 +47,33 @@ class Tally:
         self.num_tokens += report.num_tokens
         self.num_bytes = report.num_bytes
         self.num_said += report.num_said
+        self.num_failed += report.num_failed
 
     def totals(self) -> dict[str, float]:
-        """What the last line of output says about the work."""
+        """What the last line of output says about the work; rates once the engine was up."""
+        working_s = max(self.working_s, 1e-9)
         return {
             "tokens_added": self.num_tokens,
             "bytes": self.num_bytes,
             "elapsed_s": round(self.elapsed_s, 1),
-            "tokens_per_s": round(self.num_tokens / max(self.working_s, 1e-9), 1),
+            "tokens_per_s": round(self.num_tokens / working_s, 1),
+            "rows_per_s": float(f"{self.num_rows / working_s:.3g}"),
         }
 
 
 class ExtractionProgress(Tally):
-    """Shows rows, rates, time left and bytes on stderr while engines work.
+    """Shows rows, rates, time left, bytes, drops and the use of GPUs on stderr while engines work.
 
     Args:
         num_rows: rows that the run is to add.
-        num_drops: lines of the prompts file that were left out.
+        num_drops: lines of the prompts file that were left out; samples at which the engine fails are added.
         label: first word of the line.
+        num_gpus: GPUs that work, out of those that are visible.
     """
 
-    def __init__(self, num_rows: int, num_drops: int, label: str = "extract") -> None:
+    def __init__(self, num_rows: int, num_drops: int, label: str = "extract", *, num_gpus: int = 1) -> None:
         super().__init__()
+        self._gpus = GpuMeter(num_gpus)
         self._total_rows = num_rows
         self._num_drops = num_drops
         self._label = label
@@ -110,7 +116,8 @@ class ExtractionProgress(Tally):
     def update(self, report: capture.Progress) -> None:
         """Take a report of the engine."""
         super().update(report)
-        self._bar.update(self._task, completed=self.num_rows, rates=self._rates())
+        self._gpus.sample()
+        self._bar.update(self._task, completed=self.num_rows + self.num_failed, rates=self._rates())
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
@@ -121,17 +128,24 @@ class ExtractionProgress(Tally):
         seconds = self.working_s
         if seconds < 1:
             return "engine at work"
-        drops = f", {self._num_drops} dropped" if self._num_drops else ""
+        num_drops = self._num_drops + self.num_failed
+        drops = f", {num_drops} dropped" if num_drops else ""
+        gpu = "" if self._gpus.last_percent is None else f", GPU {self._gpus.last_percent:.0f} %"
         said = (
             f"{self.num_said / seconds:.0f} said/s, " if self.num_said else ""
         )  # rows end together, words come steadily
         return (
             f"{self.num_rows / seconds:.2g} rows/s, {self.num_tokens / seconds:.0f} tokens/s, {said}"
-            f"{self.num_bytes / 2**20:.0f} MiB in shards{drops}"
+            f"{self.num_bytes / 2**20:.0f} MiB in shards{drops}{gpu}"
         )
+
+    def totals(self) -> dict[str, float]:
+        """As ``Tally.totals``, with the mean use of the GPUs where it can be known."""
+        percent = self._gpus.mean_percent
+        return {**super().totals(), **({} if percent is None else {"gpu_percent": round(percent, 1)})}
 
     def _time_left(self) -> str:
         if self.num_rows == 0:
             return "no row is finished yet"
-        left_s = (self._total_rows - self.num_rows) * self.working_s / self.num_rows
+        left_s = (self._total_rows - self.num_rows - self.num_failed) * self.working_s / self.num_rows
         return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"

@@ -111,6 +111,11 @@ def answer_ids(first_id: str, num_samples: int) -> list[str]:
     return [first_id, *(digest({"sample": first_id, "answer": index}) for index in range(1, num_samples))]
 
 
+def answer_seed(seed: int, row_id: str) -> int:
+    """Seed of one answer: that of the run, and the sample's own."""
+    return (seed + int(row_id[:12], 16)) % 2**31
+
+
 def to_sample(
     line: Line,
     tokenizer: Any,

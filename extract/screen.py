@@ -1,12 +1,13 @@
 """What an extraction tells the person who started it, in lines on stdout; the last one is JSON."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from dflash_kit.errors import free_bytes
 from dflash_kit.shards import ShardsHeader
 
+from .estimate import Rates
 from .plan import Plan
 from .progress import ExtractionProgress, Tally
 
@@ -16,22 +17,27 @@ class Screen:
 
     def plan(self, plan: Plan, header: ShardsHeader, folder: Path) -> None:
         """A few lines before the work."""
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
-        free_bytes = shutil.disk_usage(existing).free
         layers = ", ".join(map(str, header.target_layer_ids))
         print(f"target   {header.target_name}, taps of layers {layers}, {header.engine} {header.engine_version}")
         print(f"samples  {len(plan.samples)} to do, {plan.num_done} done, dropped: {dict(plan.drops) or 'none'}")
         print(f"tokens   {plan.max_tokens:,} at most, {header.bytes_per_token:,} bytes each")
         print(
-            f"disk     {plan.max_bytes(header) / 2**20:,.0f} MiB at most, {free_bytes / 2**20:,.0f} MiB free",
+            f"disk     {plan.max_bytes(header) / 2**20:,.0f} MiB at most, {free_bytes(folder) / 2**20:,.0f} MiB free",
             flush=True,
         )
 
-    def progress(self, plan: Plan) -> Tally:
+    def time(self, least_s: float, num_weights: int, rates: Rates) -> None:
+        """A line about the time that a plan takes at least."""
+        duration = f"{least_s:.2g} s" if least_s < 100 else f"{least_s / 60:,.0f} min"
+        print(
+            f"time     {duration} or more for so many tokens: each passes {num_weights / 1e6:,.1f} M weights, products reach "
+            f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s here; the engine's start, attention and disk come on top",
+            flush=True,
+        )
+
+    def progress(self, plan: Plan, num_gpus: int) -> Tally:
         """What shows the work while it lasts."""
-        return ExtractionProgress(len(plan.samples), sum(plan.drops.values()))
+        return ExtractionProgress(len(plan.samples), sum(plan.drops.values()), num_gpus=num_gpus)
 
     def say(self, line: str) -> None:
         """A line of its own."""
@@ -43,8 +49,11 @@ class Screen:
         if result["rows_added"] == 0:
             print(f"nothing to add: {folder} holds all {num_rows} rows")
         else:
+            gpu = f", GPU {result['gpu_percent']:.0f} % on average" if "gpu_percent" in result else ""
             print(
                 f"{num_rows} rows in {folder}, {result['rows_added']} of them new: {result['tokens_added']:,} tokens in "
-                f"{result['elapsed_s']:.0f} s ({result['tokens_per_s']:.0f} tokens/s once the engine was up)"
+                f"{result['elapsed_s']:.0f} s ({result['tokens_per_s']:.0f} tokens/s, "
+                f"{result['rows_per_s']} rows/s once the engine was up), {result['bytes'] / 2**20:,.1f} MiB in shards, dropped: "
+                f"{result['dropped'] or 'none'}{gpu}"
             )
         print(json.dumps(result), flush=True)

@@ -72,7 +72,8 @@ class ExtractConfig:
     skip_long: bool = False
     """Leave out conversations longer than the target's context (counted in the manifest) instead of stopping."""
     skip_errors: bool = False
-    """Leave out malformed lines (counted in the manifest, the first three are named) instead of stopping."""
+    """Leave out malformed lines, and samples at which the engine fails (both counted in the manifest, the first three are
+    named), instead of stopping; after a failure of the engine the run stops when what is in flight is done."""
     enable_thinking: bool = False
     """Passed to the chat template; templates without a thinking mode ignore it."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -115,6 +116,9 @@ class ExtractConfig:
     Unset: num_workers."""
     rank: int = 0
     """Which of them this process is, 0 <= rank < world_size; with num_workers the first of its processes."""
+    verbose: bool = False
+    """Let vLLM say what it does, on stderr; without it only its errors are shown (VLLM_LOGGING_LEVEL and the like, where
+    they are set, count instead)."""
     dry_run: bool = False
     """Print the plan (samples, tokens, bytes, free disk) and stop; nothing is written."""
     show: int | None = None

@@ -2,20 +2,21 @@
 
 import difflib
 import os
-import platform
 import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import asdict, fields
-from importlib import metadata, util
-from pathlib import Path
+from importlib import import_module, metadata, util
 from typing import Any
 
 from dflash_kit.errors import KitError
 
 from .capture import Job, Progress
-from .prompts import Sample
+from .failures import Failures
+from .prompts import Sample, answer_seed
+from .vllm_environment import prepare_environment
 
 # How long rows may take from the end of a request to the writer before the run is given up.
 STALL_S = 300.0
@@ -39,44 +40,16 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
     """Answer the samples that ask for it and write the rows of all; see ``Capture``.
 
     Raises:
-        KitError: the engine does not start or dies, a broken capture (by sample id), or a full disk.
+        KitError: the engine does not start, fails at a sample or dies, a broken capture (by sample id), or a full disk.
     """
-    prepare_environment()
+    prepare_environment(verbose=job.verbose)
     engine = start_engine(job, samples)
     try:
         run = _Run(engine, job, samples)
         yield from run.run()
-        yield run.finish(summary)
+        yield run.finish(run.failures.settle(summary))
     finally:
         _stop(engine)
-
-
-def prepare_environment() -> None:
-    """Set what vLLM reads from the environment of its processes, where the user has not; before they start."""
-    # Without engine processes the states of the last step would wait for a step that never comes.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM ends its workers by signal, whereupon Python remarks on their shared memory.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        for name, value in cpu_environment().items():
-            os.environ.setdefault(name, value)
-
-
-def cpu_environment() -> dict[str, str]:
-    """Settings under which the CPU build is fast: every core, and Intel's OpenMP where it is installed."""
-    cores = sorted(os.sched_getaffinity(0))
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cache_gib = max(1, min(4, memory_bytes // 4 >> 30))
-    settings = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if platform.machine() == "x86_64" and openmp.exists():
-        settings["LD_PRELOAD"] = str(openmp)  # takes effect in the engine's processes, which are started afresh
-    return settings
 
 
 def start_engine(job: Job, samples: list[Sample]) -> Any:
@@ -112,10 +85,11 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     }
     if skip_drafts:
         own["async_scheduling"] = False
+    shown = {} if job.verbose or "use_tqdm_on_load" in job.engine_args else {"use_tqdm_on_load": False}
     if job.max_num_batched_tokens is not None:
         own["max_num_batched_tokens"] = job.max_num_batched_tokens
     _check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)])
-    arguments = EngineArgs(**own, **job.engine_args)
+    arguments = EngineArgs(**own, **shown, **job.engine_args)
     try:
         engine = LLMEngine.from_engine_args(arguments)
     except (RuntimeError, ValueError, OSError) as error:
@@ -168,13 +142,15 @@ class _Run:
         self._engine = engine
         self._job = job
         self._waiting = deque(samples)
-        self._in_flight: set[str] = set()  # ids of samples whose rows have not been accepted
+        self._in_flight: dict[str, Sample] = {}  # by id, samples whose rows have not been accepted
+        self._ended: set[str] = set()  # ids of those among them that the engine is through with
+        self.failures = Failures(skip=job.skip_errors)
         self._said: dict[str, int] = {}  # tokens of unfinished answers
         self._num_said = 0
         self._next_status_s = 0.0
 
     def run(self) -> Iterator[Progress]:
-        """Until every row has been accepted by the writer."""
+        """Until every row has been accepted by the writer; after a failure that ends the run, every one in flight."""
         self._report()  # the writer may have failed to open
         while self._waiting or self._engine.has_unfinished_requests():
             self._feed()
@@ -199,14 +175,18 @@ class _Run:
 
     def _feed(self) -> None:
         """Keep a few batches queued in the engine, not the whole file."""
+        if self.failures.must_stop:
+            self._waiting.clear()
         while self._waiting and self._engine.get_num_unfinished_requests() < 4 * self._job.max_num_seqs:
             sample = self._waiting.popleft()
-            self._in_flight.add(sample.id)
+            self._in_flight[sample.id] = sample
             prompt = {"prompt_token_ids": sample.token_ids}
             try:
                 self._engine.add_request(sample.id, prompt, self._params(sample))
-            except ValueError as error:
-                raise KitError(f"{sample.source}: vLLM refuses this sample: {error}") from error
+            except _refusals() as error:
+                self.failures.take(self._in_flight.pop(sample.id), error)
+                if self.failures.must_stop:
+                    self._waiting.clear()
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams
@@ -221,7 +201,7 @@ class _Run:
             temperature=0.0 if greedy else sampling["temperature"],
             top_p=1.0 if greedy else sampling["top_p"],
             top_k=0 if greedy else sampling["top_k"],
-            seed=None if greedy else (sampling["seed"] + int(sample.id[:12], 16)) % 2**31,
+            seed=None if greedy else answer_seed(sampling["seed"], sample.id),
             max_tokens=1 if is_given else sample.max_new_tokens,
             ignore_eos=True,  # the end tokens are exactly the target's, not the tokenizer's as well
             stop_token_ids=list(self._job.spec.eos_token_ids),
@@ -233,9 +213,11 @@ class _Run:
         try:
             return list(self._engine.step())
         except Exception as error:
+            sources = [sample.source for row_id, sample in self._in_flight.items() if row_id not in self._ended]
             raise KitError(
-                f"vLLM's engine stopped: {error or type(error).__name__}; finished shards are intact, "
-                "run the same command again to resume"
+                f"vLLM's engine died, or a process of it was killed ({error or type(error).__name__}; its own messages "
+                f"stand above) while it worked on {len(sources)} samples ({', '.join(sources[:3])}{', …' * (len(sources) > 3)}); "
+                "finished shards are intact: run the same command again to resume"
             ) from error
 
     def _take_outputs(self, outputs: list[Any]) -> None:
@@ -244,9 +226,12 @@ class _Run:
             self._num_said += num_tokens - self._said.pop(output.request_id, 0)
             if not output.finished:
                 self._said[output.request_id] = num_tokens
+            elif output.request_id in self._in_flight:
+                self._ended.add(output.request_id)
             reason = output.outputs[0].finish_reason
             if output.finished and reason not in ("stop", "length", "repetition"):
-                raise KitError(f"sample {output.request_id}: vLLM ended it with {reason!r} instead of an answer")
+                sample = self._in_flight.pop(output.request_id)
+                self.failures.take(sample, f"vLLM ended it with {reason!r} instead of an answer")
 
     def _report(self) -> Progress:
         self._next_status_s = time.monotonic() + STATUS_EVERY_S
@@ -258,10 +243,21 @@ class _Run:
             raise KitError("no vLLM worker writes shards; this is a bug")
         if status["error"]:
             raise KitError(status["error"])
-        self._in_flight.difference_update(sample_id for sample_id, _ in status["accepted"])
+        for sample_id, _ in status["accepted"]:
+            self._in_flight.pop(sample_id, None)
+            self._ended.discard(sample_id)
+            self.failures.end_row()
         num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
         said, self._num_said = self._num_said, 0
-        return Progress(len(status["accepted"]), num_tokens, status["bytes"], said)
+        num_failed = self.failures.take_count()
+        return Progress(len(status["accepted"]), num_tokens, status["bytes"], said, num_failed)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not take; newer versions have a class of its own for it."""
+    with suppress(ImportError, AttributeError):
+        return (ValueError, import_module("vllm.exceptions").VLLMClientError)
+    return (ValueError,)
 
 
 def _stop(engine: Any) -> None:

@@ -31,7 +31,7 @@ class Events(Screen):
         """Once, when the share is known and the folder is ready."""
         tell("plan", to_do=len(plan.samples), max_bytes=plan.max_bytes(header), dropped=dict(plan.drops))
 
-    def progress(self, plan: Plan) -> Tally:
+    def progress(self, plan: Plan, num_gpus: int) -> Tally:
         """What tells of the work while it lasts."""
         return _EventTally()
 
@@ -59,7 +59,7 @@ class _EventTally(Tally):
         self._tell()
 
     def _tell(self) -> None:
-        tell("progress", rows=self.num_rows, tokens=self.num_tokens, bytes=self.num_bytes)
+        tell("progress", rows=self.num_rows, tokens=self.num_tokens, bytes=self.num_bytes, failed=self.num_failed)
 
 
 def tell(event: str, **values: Any) -> None:
