@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 from dflash_kit.shards import ShardsHeader
 
+from .places import Place
 from .plan import Plan
 from .progress import ExtractionProgress, Tally
 
@@ -14,14 +14,16 @@ from .progress import ExtractionProgress, Tally
 class Screen:
     """Tells people; ``worker.Events`` tells the process that started this one."""
 
-    def plan(self, plan: Plan, header: ShardsHeader, folder: Path) -> None:
+    def plan(self, plan: Plan, header: ShardsHeader, place: Place) -> None:
         """A few lines before the work."""
-        existing = folder.absolute()
+        existing = place.folder.absolute()
         while not existing.exists():
             existing = existing.parent
         free_bytes = shutil.disk_usage(existing).free
         layers = ", ".join(map(str, header.target_layer_ids))
         print(f"target   {header.target_name}, taps of layers {layers}, {header.engine} {header.engine_version}")
+        if place.description:
+            print(place.description)
         print(f"samples  {len(plan.samples)} to do, {plan.num_done} done, dropped: {dict(plan.drops) or 'none'}")
         print(f"tokens   {plan.max_tokens:,} at most, {header.bytes_per_token:,} bytes each")
         print(
