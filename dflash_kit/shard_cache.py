@@ -70,7 +70,7 @@ class ShardCache:
         make_folder(target.parent)
         while True:
             with suppress(FileNotFoundError):
-                os.utime(target)  # used just now
+                _used_now(target)
                 return target
             descriptor = self._reserve(target, num_bytes)
             if descriptor is None:
@@ -79,6 +79,7 @@ class ShardCache:
             try:
                 release()
                 _fetch_sound(store, name, num_bytes, checksum, partial)
+                _used_now(partial)
                 os.rename(partial, target)
             except BaseException:
                 partial.unlink(missing_ok=True)
@@ -155,6 +156,11 @@ def _fetch_sound(store: ShardStore, name: str, num_bytes: int, checksum: str, fi
             f"shard {store.url}/{name} is damaged: its size or checksum is not that of the manifest; restore the object from "
             "a copy"
         )
+
+
+def _used_now(path: Path) -> None:
+    now_ns = time.time_ns()  # the kernel's own stamp is some milliseconds coarse
+    os.utime(path, ns=(now_ns, now_ns))
 
 
 def _partial(target: Path, num_bytes: int) -> Path:

@@ -42,13 +42,20 @@ def inspect_store(store: ShardStore, header: ShardsHeader, share: Share) -> Mani
     repetition = manifests.repetition()
     if repetition is not None:
         raise KitError(f"{store.url}: {repetition}; {REPETITION_HELP}")
-    for part in manifests.parts:
-        for entry in part.shards:
-            if entry.file not in sizes or (part is own and sizes[entry.file] != entry.bytes):
-                raise KitError(
-                    f"shard {store.url}/{entry.file} is missing or cut short; restore it or extract to another URL"
-                )
+    _require_shards(store, manifests, own, sizes)
     return manifests
+
+
+def _require_shards(store: ShardStore, manifests: Manifests, own: Manifest, sizes: dict[str, int]) -> None:
+    """Refuse a store in which a journalled shard is missing, or one of our own is cut short."""
+    entries = [(entry, part is own) for part in manifests.parts for entry in part.shards]
+    if any(entry.file not in sizes for entry, _ in entries):
+        sizes = store.sizes()  # others may have uploaded between the listing and the reading of manifests
+    for entry, is_own in entries:
+        if entry.file not in sizes or (is_own and sizes[entry.file] != entry.bytes):
+            raise KitError(
+                f"shard {store.url}/{entry.file} is missing or cut short; restore it or extract to another URL"
+            )
 
 
 class StoreJournal:
