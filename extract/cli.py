@@ -92,6 +92,8 @@ def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     spec = TargetSpec.from_pretrained(config.model, config.revision)
     header, place = make_header(config, spec), place_of(config, config.shares[0])
     place.inspect(header)  # one error instead of one from each process
+    if place.description:
+        print(place.description, flush=True)
     gpus_each = config.tensor_parallel_size if config.engine == "vllm" else 1
     result = launch(config.shares, arguments, place, gpus_each=gpus_each)
     if "errors" in result:

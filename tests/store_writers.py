@@ -94,35 +94,44 @@ def start(url: str, staging: Path, rank: int, world_size: int, fault: str) -> in
             write_to_store(url, staging, range(NUM_ROWS), rank=rank, world_size=world_size)
             status = 0
         except BaseException as error:
-            print(f"rank {rank} of {world_size}: {error}", file=sys.stderr)
+            print(f"{url}, rank {rank}: {error}", file=sys.stderr)
         finally:
             sys.stderr.flush()
             os._exit(status)
     return pid
 
 
-def main(folder: str) -> None:
-    """Every fault on a host that stays and on one that is away until another has done its work; and four writers at once."""
-    told = {}
+def runs(folder: str) -> dict[str, list[tuple[str, Path, int, int, str]]]:
+    """Runs by name, those of one name one after the other.
+
+    Each fault on a host that stays, and on one that is away until another has done its work; and four writers at once.
+    """
+    found = {}
     for number, fault in enumerate(FAULTS):
-        for host in ("same", "fresh"):
-            url = f"file://{folder}/{number}-{host}"
-            statuses = []
-            for fault_now, staging in ((fault, "a"), ("", "a" if host == "same" else "b"), ("", "a")):
-                pid = start(url, Path(folder) / f"staging-{number}-{host}-{staging}", 0, 1, fault_now)
-                statuses.append(os.waitpid(pid, 0)[1])
-            told[f"{number}-{host}"] = statuses
-    running = {
-        start(f"file://{folder}/four", Path(folder) / "staging", rank, 4, FAULTS[rank]): rank for rank in range(4)
-    }
-    statuses = []
+        for host, hosts in (("same", "aaa"), ("fresh", "aba")):
+            name = f"{number}-{host}"
+            faults = (fault, "", "")
+            found[name] = [
+                (f"file://{folder}/{name}", Path(folder) / f"staging-{name}-{which}", 0, 1, now)
+                for which, now in zip(hosts, faults, strict=True)
+            ]
+        found[f"four-{number}"] = [
+            (f"file://{folder}/four", Path(folder) / "staging", number, 4, now) for now in (fault, "", "")
+        ]
+    return found
+
+
+def main(folder: str) -> None:
+    waiting = runs(folder)
+    told: dict[str, list[int]] = {name: [] for name in waiting}
+    running = {start(*left.pop(0)): name for name, left in waiting.items()}
     while running:
         pid, status = os.wait()
-        statuses.append(status)
-        rank = running.pop(pid)
-        if os.WIFSIGNALED(status):
-            running[start(f"file://{folder}/four", Path(folder) / "staging", rank, 4, "")] = rank
-    print(json.dumps({**told, "four": sorted(statuses)}))
+        name = running.pop(pid)
+        told[name].append(status)
+        if waiting[name]:
+            running[start(*waiting[name].pop(0))] = name
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
