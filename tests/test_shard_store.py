@@ -193,20 +193,27 @@ def test_capture_waits_while_too_much_waits_for_upload(url, tmp_path, monkeypatc
     gate, real = threading.Event(), MemoryFileSystem.put_file
 
     def put_file(self, file, path, **settings):
-        gate.wait(60)
+        gate.wait(10)
         return real(self, file, path, **settings)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    work = threading.Thread(
-        target=write_to_store, args=(url, tmp_path / "st", range(30)), kwargs={"staging_bytes": 2 * SHARD_BYTES}
-    )
-    work.start()
-    work.join(0.5)
-    assert work.is_alive()
-    assert sum(path.stat().st_size for path in (tmp_path / "st").rglob("*.arrow")) < 5 * SHARD_BYTES
-    gate.set()
-    work.join(60)
-    assert_rows_are(url, range(30))
+    config = ExtractConfig(model="m", prompts="p", out=url, staging=str(tmp_path), staging_bytes=2 * SHARD_BYTES)
+    with place_of(config, Share()) as place:
+        place.open(make_header())
+        with ShardWriter(place.folder, make_header(), max_shard_bytes=SHARD_BYTES) as writer:
+            writer.add(hashed_row(0))
+            place.keep_pace()  # at most one shard is there
+            for index in range(1, 9):
+                writer.add(hashed_row(index))
+            waiting = threading.Thread(target=place.keep_pace)
+            waiting.start()
+            waiting.join(0.2)
+            assert waiting.is_alive()
+            gate.set()
+            waiting.join(60)
+            assert not waiting.is_alive()
+        place.settle()
+    assert_rows_are(url, range(9))
 
 
 # Refusals
