@@ -90,8 +90,10 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     on_cpu = current_platform.is_cpu()
-    # The extraction method runs each sampled token twice; on a CPU that doubles the work of decoding.
-    skip_drafts = on_cpu and any(sample.loss_spans is None for sample in samples)
+    # The extraction method "drafts" each sampled token once more. On a CPU that doubles the work of decoding; with
+    # asynchronous scheduling (0.26) it is wrong: once such a draft is accepted (a token said twice running), the worker
+    # counts one token instead of two, and every later state of the request lies one place too early.
+    skip_drafts = any(sample.loss_spans is None for sample in samples)
     own: dict[str, Any] = {
         "model": job.spec.name,
         "revision": job.spec.revision,
@@ -135,7 +137,7 @@ def _check_engine_args(extra: dict[str, Any], own: dict[str, Any], known: list[s
 
 
 def _extraction_method(job: Job) -> dict[str, Any]:
-    layers = [layer_id + 1 for layer_id in job.header.target_layer_ids]  # vLLM counts from the embeddings
+    layers = [layer_id + 1 for layer_id in job.captured_layer_ids]  # vLLM counts from the embeddings
     return {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -151,6 +153,7 @@ def _connector(job: Job) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "folder": str(job.folder.absolute()),
             "header": job.header.to_dict(),
+            "num_captured_layers": len(job.captured_layer_ids),
             "writer": {**asdict(job.share), "max_shard_bytes": job.max_shard_bytes},
             "driver_pid": os.getpid(),
             "max_pending_bytes": PENDING_BYTES,
