@@ -55,7 +55,8 @@ class EvalConfig:
     """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report,
     or CKPT-replay with replay."""
     replay: str | None = None
-    """Shards folder: replay acceptance from it instead of decoding live; the report then has no speeds."""
+    """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
+    no speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable"] = "auto"

@@ -80,15 +80,14 @@ class Journal:
 
     def append_parity(self, failure: dict[str, Any] | None, ids: list[str]) -> None:
         """Journal a parity check of these rows: what failed, or that they passed."""
-        outcome = {"kind": "parity_passed"} if failure is None else {"kind": "parity_failed", **failure}
-        self._append({**outcome, "ids": ids})
+        self._append(parity_line(failure, ids))
 
     def close(self) -> None:
         """Close the file and release the lock."""
         os.close(self._file)
 
     def _append(self, line: dict[str, Any]) -> None:
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        data = encoded(line)
         try:
             written = 0
             while written < len(data):
@@ -98,6 +97,17 @@ class Journal:
             self.start_after(self._end_bytes)  # leave the manifest as it was before
             raise
         self._end_bytes += len(data)
+
+
+def encoded(line: dict[str, Any]) -> bytes:
+    """A line of a manifest as it is written."""
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def parity_line(failure: dict[str, Any] | None, ids: list[str]) -> dict[str, Any]:
+    """What a manifest says of a parity check of these rows: what failed, or that they passed."""
+    outcome = {"kind": "parity_passed"} if failure is None else {"kind": "parity_failed", **failure}
+    return {**outcome, "ids": ids}
 
 
 def journal_parity(path: Path, failure: dict[str, Any] | None, ids: list[str]) -> None:

@@ -120,7 +120,13 @@ def read_manifests(folder: Path) -> Manifests:
         KitError: no manifest, a damaged one, two of different headers, or shards that failed a parity check.
     """
     with without_garbage_collection():
-        manifests = Manifests([read_manifest(folder / name) for name in _names(folder)])
+        parts = [read_manifest(folder / name) for name in _names(folder)]
+    return join_manifests(folder, parts)
+
+
+def join_manifests(folder: Path | str, parts: list[Manifest]) -> Manifests:
+    """What manifests of one folder (or of one object store's URL) say together; refuses as ``read_manifests`` does."""
+    manifests = Manifests(parts)
     # One without shards is what a start that failed has left, or what a writer has just begun (which looks at the others).
     require_agreement(folder, [(part.name, part.header) for part in manifests.parts if part.shards])
     failed = next((part for part in manifests.parts if part.parity_failure is not None), None)
@@ -142,7 +148,12 @@ def read_manifest(path: Path) -> Manifest:
         data = path.read_bytes()
     except OSError as error:
         raise KitError(f"{path} cannot be read: {error.strerror}") from error
-    manifest = Manifest(path.name, whole_bytes=data.rfind(b"\n") + 1)
+    return parse_manifest(data, path.name, str(path))
+
+
+def parse_manifest(data: bytes, name: str, path: str) -> Manifest:
+    """What the complete lines of a manifest's text say; ``path`` names it in messages."""
+    manifest = Manifest(name, whole_bytes=data.rfind(b"\n") + 1)
     for number, line in enumerate(data[: manifest.whole_bytes].splitlines(), start=1):
         try:
             _take_line(manifest, json.loads(str(line, "utf-8")), number)
@@ -180,7 +191,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def require_agreement(folder: Path, headers: list[tuple[str, ShardsHeader | None]]) -> None:
+def require_agreement(folder: Path | str, headers: list[tuple[str, ShardsHeader | None]]) -> None:
     """Refuse shards of two kinds in one folder; a manifest whose first line is not complete agrees with all."""
     known = [(name, header) for name, header in headers if header is not None]
     for name, header in known[1:]:

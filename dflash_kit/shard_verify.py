@@ -1,5 +1,7 @@
 """Verification of a shards folder: every byte and every row, not just what training happens to read."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_chec
 from .shard_journal import is_being_written
 from .shard_manifest import Manifests, read_manifests
 from .shard_share import Share, manifest_of_shard
+from .shard_store import is_url
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsRepor
     """Re-read a folder: checksums, counts, lengths, unique ids, and each row's hidden states.
 
     Args:
-        folder: a shards folder.
+        folder: a shards folder, or an object store's URL.
         share: read the shards of this share's process only, while others are still at work; None: of all.
 
     Returns:
@@ -49,8 +52,25 @@ def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsRepor
     Raises:
         KitError: not a shards folder, or its manifests cannot be read or do not agree.
     """
+    if is_url(folder):
+        from .shard_remote import verify_store  # which builds on this module
+
+        return verify_store(str(folder), share)
     folder = Path(folder)
     manifests = read_manifests(folder)
+    report = verify_entries(folder, manifests, share, lambda entry: nullcontext(folder / entry.file))
+    if share is None:
+        _find_losses(folder, manifests, report)
+    return report
+
+
+def verify_entries(
+    folder: Path | str,
+    manifests: Manifests,
+    share: Share | None,
+    opened: Callable[[ShardEntry], AbstractContextManager[Path]],
+) -> ShardsReport:
+    """What the journalled shards hold, and whether all rows are there; ``opened`` gives a shard's file while it is read."""
     if manifests.header is None:
         raise KitError(f"{folder} has a manifest without a header")
     shards = manifests.shards if share is None else manifests.of(share.manifest_name).shards
@@ -63,11 +83,10 @@ def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsRepor
         report.tokens += entry.tokens
         report.bytes += entry.bytes
         try:
-            _verify_shard(folder / entry.file, entry, manifests.header)
+            with opened(entry) as path:
+                _verify_shard(path, entry, manifests.header)
         except KitError as error:
             report.problems.append(f"{entry.file}: {error}")
-    if share is None:
-        _find_losses(folder, manifests, report)
     return report
 
 
@@ -85,13 +104,18 @@ def _find_losses(folder: Path, manifests: Manifests, report: ShardsReport) -> No
                 f"{path.name}: not in a manifest, so its rows are not read; run the extraction again, which takes over "
                 "what a killed run left, or move the file away"
             )
+    find_lost_rows(manifests, report)
+    unfinished = sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))
+    report.notes += [f"{path.name}: unfinished; the next run of the extraction mends it" for path in unfinished]
+
+
+def find_lost_rows(manifests: Manifests, report: ShardsReport) -> None:
+    """Rows that a finished run had and that no manifest lists any more."""
     if report.rows < manifests.least_rows:
         report.problems.append(
             f"{report.rows} rows are listed, but the last run that completed had {manifests.least_rows}; restore the "
             "manifest from a copy or run the extraction again"
         )
-    unfinished = sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))
-    report.notes += [f"{path.name}: unfinished; the next run of the extraction mends it" for path in unfinished]
 
 
 def _verify_shard(path: Path, entry: ShardEntry, header: ShardsHeader) -> None:

@@ -17,8 +17,9 @@ from .errors import KitError
 from .shard_file import ShardFile
 from .shard_folder import REPETITION_HELP
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
-from .shard_manifest import read_manifests, without_garbage_collection
+from .shard_manifest import Manifests, read_manifests, without_garbage_collection
 from .shard_states import with_readable_states
+from .shard_store import is_url
 from .shard_verify import ShardsReport, verify_shards
 from .shard_writer import ShardWriter
 
@@ -54,7 +55,7 @@ class Shards(Sequence[Row]):
         Raises:
             KitError: not a shards folder, a damaged manifest, two headers that differ, or an id that stands twice.
         """
-        self.folder = Path(folder)
+        self.folder = Path(folder) if isinstance(folder, Path) or not is_url(folder) else folder
         self._check = check
         with without_garbage_collection():
             self._read_manifests()
@@ -62,7 +63,7 @@ class Shards(Sequence[Row]):
         self._checked: set[int] = set()
 
     def _read_manifests(self) -> None:
-        manifests = read_manifests(self.folder)
+        manifests = self._manifests()
         if manifests.header is None:
             raise KitError(f"{self.folder} has a manifest without a header; its extraction never began: extract again")
         repetition = manifests.repetition()
@@ -72,7 +73,7 @@ class Shards(Sequence[Row]):
         self.summary: dict[str, Any] | None = manifests.summary
         """Summary of the last run that completed, added up over its processes; None when none did."""
         entries = manifests.shards
-        self._shards = [(entry.file, entry.rows, entry.bytes) for entry in entries]
+        self._shards = [(entry.file, entry.rows, entry.bytes, entry.checksum) for entry in entries]
         self._ends = list(accumulate(entry.rows for entry in entries))
         self.lengths: list[int] = [length for entry in entries for length in entry.lengths]
         """Tokens with states, per row."""
@@ -108,14 +109,20 @@ class Shards(Sequence[Row]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict(), "_checked": set()}
 
+    def _manifests(self) -> Manifests:
+        return read_manifests(Path(self.folder))
+
+    def _open(self, name: str, num_bytes: int, checksum: str) -> ShardFile:
+        return ShardFile(Path(self.folder) / name)
+
     def _file(self, shard_index: int) -> ShardFile:
         """The mapped shard, from a cache of recently used ones."""
         file = self._files.get(shard_index)
         if file is None:
-            name, *expected = self._shards[shard_index]
-            file = ShardFile(self.folder / name)
+            name, num_rows, num_bytes, checksum = self._shards[shard_index]
+            file = self._open(name, num_bytes, checksum)
             file.header.require_compatible(self.header, f"shard {file.path}")
-            if [file.num_rows, file.num_bytes] != expected:
+            if (file.num_rows, file.num_bytes) != (num_rows, num_bytes):
                 raise KitError(f"shard {file.path} does not match the manifest; it was changed after it was written")
             self._files[shard_index] = file
         self._files.move_to_end(shard_index)
@@ -136,5 +143,12 @@ class Shards(Sequence[Row]):
 
 
 def open_shards(folder: str | os.PathLike[str], *, check: bool = True) -> Shards:
-    """Open a shards folder: a sequence of rows with ``.header``, ``.lengths``, ``.ids``; see ``Shards``."""
+    """Open a shards folder: a sequence of rows with ``.header``, ``.lengths``, ``.ids``; see ``Shards``.
+
+    ``folder`` may be an object store's URL (``s3://…``): its shards come to a cache on this host, see ``RemoteShards``.
+    """
+    if is_url(folder):
+        from .shard_remote import RemoteShards  # which builds on this module
+
+        return RemoteShards(str(folder), check=check)
     return Shards(Path(folder), check=check)

@@ -4,16 +4,14 @@ import json
 import sys
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_kit.config import parse_config, save_config
-from dflash_kit.errors import KitError, free_bytes, require_free_bytes
+from dflash_kit.config import parse_config
+from dflash_kit.errors import KitError, free_bytes
 from dflash_kit.interrupts import sigterm_interrupts
-from dflash_kit.shard_folder import inspect_folder
-from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards
+from dflash_kit.shards import ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
@@ -22,6 +20,7 @@ from .estimate import count_active_weights, least_time_s, measure_rates
 from .failures import DROP_REASON
 from .launcher import launch
 from .parity import settle_parity
+from .places import Place, place_of
 from .plan import Limits, Plan, make_plan
 from .prompts import LineErrors, read_prompts
 from .screen import Screen
@@ -31,7 +30,6 @@ from .verify import print_report, verify_shards
 
 __all__ = ["ExtractConfig", "main"]
 
-CONFIG_NAME = "extract.yaml"
 CAPTURES: dict[str, Capture] = {"vllm": vllm_capture.capture, "transformers": hf_capture.capture}
 ENGINE_VERSIONS = {"vllm": vllm_capture.engine_version, "transformers": hf_capture.engine_version}
 
@@ -60,44 +58,50 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     if config.show is not None:
         show(config, spec, header)
         return
-    folder, share = Path(config.out), config.shares[0]
-    found = inspect_folder(folder, header, share)
+    share = config.shares[0]
+    place = place_of(config, share)
+    found = place.inspect(header)
     done_ids = {row_id for entry in found.shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
     if config.dry_run:
-        screen.plan(plan, header, folder)
+        screen.plan(plan, header, place)
         least_s = estimate(config, spec, header, plan, screen)
         amounts = {"to_do": len(plan.samples), "max_tokens": plan.max_tokens, "max_bytes": plan.max_bytes(header)}
-        print(json.dumps({**plan.summary(), **amounts, "free_bytes": free_bytes(folder), "least_s": least_s}))
+        print(json.dumps({**plan.summary(), **amounts, "free_bytes": free_bytes(place.folder), "least_s": least_s}))
         return
-    # Opening the writer mends what a killed run left, and takes its rows over.
-    with ShardWriter(folder, header, **asdict(share)) as writer:
-        plan.take_done(writer.done_ids)
-    for note in writer.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if share.rank == 0:
-        save_config(config, folder / CONFIG_NAME)
-    screen.plan(plan, header, folder)
-    totals = run(config, spec, header, plan, screen)
-    if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
-        # A run that was ended before its check, and is started again with nothing left to add, is checked now.
-        held = open_shards(folder).ids
-        added = {sample.id for sample in plan.samples}.intersection(held)
-        ids = [sample.id for sample in plan.samples if sample.id in added] or held
-        if ids:
-            screen.say(str(settle_parity(folder, share.manifest_name, ids[: config.parity], revision=spec.revision)))
-    if config.verify:
-        print_report(verify_shards(folder, None if config.is_whole else share))
-    screen.done({"out": str(folder), **plan.summary(), **totals})
+    with place:
+        # Opening it mends what a killed run left, and takes its rows over.
+        done_ids, notes = place.open(header)
+        plan.take_done(done_ids)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        if share.rank == 0:
+            place.keep_config(config)
+        screen.plan(plan, header, place)
+        totals = run(config, spec, header, plan, screen, place)
+        place.settle()
+        if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
+            # A run that was ended before its check, and is started again with nothing left to add, is checked now.
+            held = open_shards(place.name).ids
+            added = {sample.id for sample in plan.samples}.intersection(held)
+            ids = [sample.id for sample in plan.samples if sample.id in added] or held
+            if ids:
+                checked = ids[: config.parity]
+                screen.say(str(settle_parity(place.name, place.record_parity, checked, revision=spec.revision)))
+        if config.verify:
+            print_report(verify_shards(place.name, None if config.is_whole else share))
+    screen.done({"out": place.name, **plan.summary(), **totals})
 
 
 def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     """Extract in several processes on this host."""
     spec = TargetSpec.from_pretrained(config.model, config.revision)
-    header, folder = make_header(config, spec), Path(config.out)
-    inspect_folder(folder, header, config.shares[0])  # one error instead of one from each process
+    header, place = make_header(config, spec), place_of(config, config.shares[0])
+    place.inspect(header)  # one error instead of one from each process
+    if place.description:
+        print(place.description, flush=True)
     gpus_each = config.tensor_parallel_size if config.engine == "vllm" else 1
-    result = launch(config.shares, arguments, folder, gpus_each=gpus_each)
+    result = launch(config.shares, arguments, place, gpus_each=gpus_each)
     if "errors" in result:
         print(json.dumps(result), flush=True)
         raise KitError("; ".join(f"rank {ranks}: {error}" for ranks, error in result["errors"].items()))
@@ -106,10 +110,10 @@ def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
             f"nothing to extract: {result['dropped']} of {result['asked']} lines of {config.prompts} dropped"
         )
     if config.shares[0].rank == 0:
-        save_config(config, folder / CONFIG_NAME)
+        place.keep_config(config)
     if config.verify:
         for share in [None] if config.is_whole else config.shares:
-            print_report(verify_shards(folder, share))
+            print_report(verify_shards(place.name, share))
     Screen().done(result)
 
 
@@ -198,18 +202,19 @@ def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
     return float(f"{least_s:.3g}")
 
 
-def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> dict[str, Any]:
+def run(
+    config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen, place: Place
+) -> dict[str, Any]:
     """Capture every sample of the plan; returns totals for the last line."""
     if not plan.samples:
         return {"rows": plan.num_done, "rows_added": 0}
-    folder = Path(config.out)
-    require_free_bytes(folder, plan.max_bytes(header), "the extraction")
+    place.require_room(plan.max_bytes(header))
     if not torch.cuda.is_available() and header.compute_dtype != "float32":
         print(f"note: {header.compute_dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)
     job = Job(
         spec=spec,
         header=header,
-        folder=folder,
+        folder=place.folder,
         share=config.shares[0],
         max_shard_bytes=config.max_shard_bytes,
         max_num_seqs=num_seqs(config),
@@ -228,6 +233,7 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
     ):  # closed at Ctrl-C: it finishes its shards
         for report in reports:
             progress.update(report)
+            place.keep_pace()
     if progress.num_failed:
         plan.drops[DROP_REASON] = progress.num_failed
     if progress.num_rows + progress.num_failed != len(plan.samples):
@@ -238,4 +244,5 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         "rows": plan.num_done + progress.num_rows,
         "rows_added": progress.num_rows,
         **progress.totals(),
+        "bytes": place.earlier_bytes + progress.num_bytes,
     }

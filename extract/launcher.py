@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from dflash_kit.errors import KitError, require_free_bytes
+from dflash_kit.errors import KitError
 from dflash_kit.shard_share import Share
 
 from .capture import Progress
+from .places import Place
 from .progress import ExtractionProgress
 
 # How long a process may take to finish its shards when it is asked to end, before it is killed.
@@ -109,13 +110,13 @@ class Worker:
         self._events.put((self, "end", status))
 
 
-def launch(shares: list[Share], arguments: list[str], folder: Path, *, gpus_each: int) -> dict[str, Any]:
+def launch(shares: list[Share], arguments: list[str], place: Place, *, gpus_each: int) -> dict[str, Any]:
     """Run one process a share until all are done; when one fails the others finish their shards and end.
 
     Args:
         shares: what each of them takes.
         arguments: the command line of ``dump.py`` as it was given.
-        folder: the shards folder.
+        place: where the shards go.
         gpus_each: GPUs that a process needs.
 
     Returns:
@@ -136,10 +137,10 @@ def launch(shares: list[Share], arguments: list[str], folder: Path, *, gpus_each
                 if cores:
                     with suppress(ProcessLookupError):  # it has ended already
                         os.sched_setaffinity(workers[-1].process.pid, cores[index])
-            failed = _watch(workers, events, progress, folder)
+            failed = _watch(workers, events, progress, place)
         finally:
             _stop(workers, progress)
-    return _totals(workers, failed, progress, folder)
+    return _totals(workers, failed, progress, place.name)
 
 
 def worker_command(share: Share, arguments: list[str]) -> list[str]:
@@ -189,7 +190,7 @@ def _environment(gpus: str | None) -> dict[str, str]:
     return environment
 
 
-def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, folder: Path) -> list[Worker]:
+def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, place: Place) -> list[Worker]:
     """Take events until all processes have ended; returns those that failed."""
     failed: list[Worker] = []
     num_running = len(workers)
@@ -200,7 +201,7 @@ def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, fol
         elif kind == "plan":
             progress.expect(value["to_do"], sum(value["dropped"].values()))
             worker.to_do, worker.max_bytes = value["to_do"], value["max_bytes"]
-            require_free_bytes(folder, sum(each.bytes_to_come for each in workers), "the extraction")
+            place.require_room(sum(each.bytes_to_come for each in workers), num_writers=len(workers))
         elif kind == "progress":
             rows, tokens = value["rows"] - worker.rows, value["tokens"] - worker.tokens
             failed_here = value.get("failed", 0) - worker.failed
@@ -239,8 +240,8 @@ def _stop(workers: list[Worker], progress: ExtractionProgress) -> None:
                 worker.kill()
 
 
-def _totals(workers: list[Worker], failed: list[Worker], progress: ExtractionProgress, folder: Path) -> dict[str, Any]:
-    totals = {"out": str(folder), "workers": len(workers), "rows_added": progress.num_rows, **progress.totals()}
+def _totals(workers: list[Worker], failed: list[Worker], progress: ExtractionProgress, out: str) -> dict[str, Any]:
+    totals = {"out": out, "workers": len(workers), "rows_added": progress.num_rows, **progress.totals()}
     if failed:
         return {**totals, "errors": _by_ranks(failed)}
     results = [worker.result for worker in workers if worker.result is not None]

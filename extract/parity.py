@@ -4,7 +4,7 @@ A serving engine numbers layers in its own way, fuses kernels, batches and split
 wrong states into somebody's training data without a word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dflash_kit.errors import KitError
-from dflash_kit.shard_journal import journal_parity
 from dflash_kit.shards import Row, ShardsHeader, open_shards
 from dflash_kit.target import TapRecorder, load_target
 
@@ -57,18 +56,24 @@ class ParityError(KitError):
         """What the manifest keeps."""
 
 
-def settle_parity(folder: Path, manifest_name: str, ids: Sequence[str], *, revision: str | None = None) -> Parity:
+def settle_parity(
+    folder: Path | str,
+    record: Callable[[dict[str, Any] | None, list[str]], None],
+    ids: Sequence[str],
+    *,
+    revision: str | None = None,
+) -> Parity:
     """``check_parity``, with its outcome in the manifest: a run that is started again must not hide a failure."""
     try:
         parity = check_parity(folder, ids, revision=revision)
     except ParityError as error:
-        journal_parity(folder / manifest_name, error.failure, list(ids))
+        record(error.failure, list(ids))
         raise
-    journal_parity(folder / manifest_name, None, list(ids))
+    record(None, list(ids))
     return parity
 
 
-def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = None) -> Parity:
+def check_parity(folder: Path | str, ids: Sequence[str], *, revision: str | None = None) -> Parity:
     """Compare the states of some rows with a plain forward pass of transformers.
 
     A tap passes when nine tokens in ten differ by less than the limit, and by less than half of what they differ from

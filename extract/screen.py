@@ -1,13 +1,13 @@
 """What an extraction tells the person who started it, in lines on stdout; the last one is JSON."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from dflash_kit.errors import free_bytes
 from dflash_kit.shards import ShardsHeader
 
 from .estimate import Rates
+from .places import Place
 from .plan import Plan
 from .progress import ExtractionProgress, Tally
 
@@ -15,14 +15,16 @@ from .progress import ExtractionProgress, Tally
 class Screen:
     """Tells people; ``worker.Events`` tells the process that started this one."""
 
-    def plan(self, plan: Plan, header: ShardsHeader, folder: Path) -> None:
+    def plan(self, plan: Plan, header: ShardsHeader, place: Place) -> None:
         """A few lines before the work."""
         layers = ", ".join(map(str, header.target_layer_ids))
         print(f"target   {header.target_name}, taps of layers {layers}, {header.engine} {header.engine_version}")
+        if place.description:
+            print(place.description)
         print(f"samples  {len(plan.samples)} to do, {plan.num_done} done, dropped: {dict(plan.drops) or 'none'}")
         print(f"tokens   {plan.max_tokens:,} at most, {header.bytes_per_token:,} bytes each")
         print(
-            f"disk     {plan.max_bytes(header) / 2**20:,.0f} MiB at most, {free_bytes(folder) / 2**20:,.0f} MiB free",
+            f"disk     {plan.max_bytes(header) / 2**20:,.0f} MiB at most, {free_bytes(place.folder) / 2**20:,.0f} MiB free",
             flush=True,
         )
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dflash_kit.shard_share import Share
+from dflash_kit.shard_store import is_url
 
 # Below, engines divide by next to nothing; above, all tokens are equally likely.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -48,7 +49,14 @@ class ExtractConfig:
     """Inputs, comma-separated: JSONL, JSON or Parquet files, folders of them, globs, or hf:org/name[:config[:split]] of
     the Hugging Face hub. A line or row has `messages`, `prompt`, `conversations` (ShareGPT), `input_ids` or `text`."""
     out: str
-    """Shards folder: new, empty, or of an earlier run of the same command, which is then resumed."""
+    """Shards folder: new, empty, or of an earlier run of the same command, which is then resumed. Or the URL of such a
+    place in an object store (s3://bucket/run, gs://…), to which finished shards are uploaded through fsspec."""
+    staging: str | None = None
+    """With a URL: folder on this host in which shards are written and wait for their upload; unset: a folder below the
+    system's temporary folder, which is printed. Whoever starts the command again on this host should name the same."""
+    staging_bytes: int = 8 << 30
+    """With a URL: capture waits while finished shards of more bytes than this wait for their upload (what the engine has
+    begun is finished all the same); without one it has no effect."""
     revision: str | None = None
     """Revision of a hub id."""
     engine: Literal["vllm", "transformers"] = "vllm"
@@ -131,11 +139,16 @@ class ExtractConfig:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"
             )
-        lengths = ("tensor_parallel_size", "min_tokens", "max_tokens", "max_num_batched_tokens", "max_shard_bytes")
-        for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths):
+        lengths = ("tensor_parallel_size", "min_tokens", "max_tokens", "max_num_batched_tokens")
+        sizes = ("max_shard_bytes", "staging_bytes")
+        for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths, *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
+        if self.staging is not None and not is_url(self.out):
+            raise ValueError(
+                f"staging is {self.staging!r}, but out {self.out!r} is a folder, which needs none: leave it out, or name a URL"
+            )
         if self.target_layer_ids is not None and self.target_layer_ids != sorted(set(self.target_layer_ids)):
             raise ValueError(f"target_layer_ids {self.target_layer_ids} must be ascending, each once")
         if self.num_samples > 1 and self.sampling.temperature == 0:

@@ -16,7 +16,7 @@ Re-read a shards folder: every byte of every shard and every row against its che
 constant), the counts of the manifests, ids that stand twice, shards that no manifest lists, rows that a finished run had
 and that are gone. Nothing is changed.
 
-DIR  a shards folder, as written by extract/dump.py --out DIR
+DIR  a shards folder, or an object store's URL, as written by extract/dump.py --out DIR
 
 The last line of stdout is one JSON object. Exit status: 0 when everything is sound, 2 otherwise, with one line on stderr
 that names what is wrong."""

@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from dflash_kit.shards import ShardsHeader
 
 from . import capture, cli
+from .places import Place
 from .plan import Plan
 from .progress import Tally
 from .screen import Screen
@@ -27,7 +27,7 @@ EVENT_EVERY_S = 0.5
 class Events(Screen):
     """Tells in JSON lines on stdout what others tell people."""
 
-    def plan(self, plan: Plan, header: ShardsHeader, folder: Path) -> None:
+    def plan(self, plan: Plan, header: ShardsHeader, place: Place) -> None:
         """Once, when the share is known and the folder is ready."""
         tell("plan", to_do=len(plan.samples), max_bytes=plan.max_bytes(header), dropped=dict(plan.drops))
 

@@ -15,6 +15,7 @@ from dflash_kit.shard_share import Share
 from dflash_kit.shards import open_shards, verify_shards
 from extract import launcher
 from extract.cli import main
+from extract.places import Place
 from helpers import REPO
 
 
@@ -178,7 +179,7 @@ def pretend(monkeypatch, tmp_path):
             lambda share, _: [sys.executable, "-c", PRETEND, str(share.rank), names[share.rank]],
         )
         shares = [Share(rank, len(names)) for rank in range(len(names))]
-        return launcher.launch(shares, [], tmp_path, gpus_each=gpus_each)
+        return launcher.launch(shares, [], Place(tmp_path, shares[0]), gpus_each=gpus_each)
 
     return launch
 

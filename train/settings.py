@@ -238,7 +238,7 @@ class TrainConfig:
     """Train a drafter from shards."""
 
     shards: str
-    """Folder that extraction wrote."""
+    """Folder that extraction wrote, or its URL in an object store."""
     out: str
     """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints.
     A link is followed: both lie where it leads."""
@@ -248,7 +248,7 @@ class TrainConfig:
     """Drafter checkpoint to start from, a folder or hub id, published or of this trainer; null starts from random
     weights. Taps, layer types, windows, causal flags, mask token, block size and sizes are kept."""
     eval_shards: str | None = None
-    """Shards to replay on; null holds a share of the training shards out."""
+    """Shards (folder or URL) to replay on; null holds a share of the training shards out."""
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     data: DataSettings = field(default_factory=DataSettings)
     loss: LossSettings = field(default_factory=LossSettings)
