@@ -8,13 +8,14 @@ from torch import Tensor
 
 from .errors import KitError
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
+from .shard_states import with_readable_states
 
 
 def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -> None:
     """Refuse a row whose shapes, ids or hidden states cannot be right.
 
     Args:
-        row: the row.
+        row: the row; best as it is stored, since rounding makes large values infinite and small ones zero.
         header: header of the shards.
         taps_are_sound: all states were checked on the device already (``TapInspection``).
 
@@ -42,6 +43,7 @@ def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -
     if lowest < 0 or max(highest, row.next_token) >= header.vocab_size or row.next_token < NO_NEXT_TOKEN:
         raise KitError(f"sample {row.id}: token ids outside 0..{header.vocab_size - 1}")
     if not taps_are_sound:
+        row = with_readable_states(row)
         taps = row.hidden_states.view(num_tokens, header.num_taps, header.hidden_size)
         _check_states(row, taps, [f"tap of layer {layer_id}" for layer_id in header.target_layer_ids])
         if row.last_hidden is not None:

@@ -21,7 +21,7 @@ from .errors import KitError, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_entry import ShardEntry
-from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored, with_stored_states
+from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
 from .shard_folder import (
     make_folder,
     orphans,
@@ -34,6 +34,7 @@ from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
 from .shard_journal import Journal
 from .shard_manifest import Manifest, read_manifest
 from .shard_share import Share
+from .shard_states import with_stored_states
 
 DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_SHARD_AGE_S = 120.0

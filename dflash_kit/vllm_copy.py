@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dflash_kit.shard_checks import TapInspection
-from dflash_kit.shard_format import LAST_HIDDEN_DTYPE, STORAGE_TYPES, ShardsHeader
+from dflash_kit.shard_format import ShardsHeader
+from dflash_kit.shard_states import split_captured, stored_parts
 
 # Device memory that one copy's gathered states take at a time: vLLM has claimed nearly all there is.
 PIECE_BYTES = 64 << 20
@@ -50,6 +51,8 @@ class StateCopier:
     def __init__(self, cache_NSLD: Tensor, header: ShardsHeader) -> None:
         self._cache_NSLD = cache_NSLD
         self._header = header
+        # Quantising makes two copies in float32 on the way.
+        self._piece_bytes = PIECE_BYTES // 4 if header.dtype == "fp8" else PIECE_BYTES
         self._stream: Any = torch.cuda.Stream() if cache_NSLD.is_cuda else None
 
     def copy(self, block_ids: list[int], num_tokens: int) -> CopiedStates:
@@ -62,7 +65,7 @@ class StateCopier:
         with torch.cuda.stream(self._stream):
             index_N = index_N.pin_memory().to(self._cache_NSLD.device, non_blocking=True)
             inspection, host = TapInspection(), dict[str, Tensor]()
-            num_blocks = max(1, PIECE_BYTES // self._cache_NSLD[0].nbytes)
+            num_blocks = max(1, self._piece_bytes // self._cache_NSLD[0].nbytes)
             for start in range(0, len(index_N), num_blocks):
                 first = start * block_size
                 states_TLD = self._gather(index_N[start : start + num_blocks], num_tokens - first)
@@ -83,8 +86,4 @@ class StateCopier:
         return self._cache_NSLD.index_select(0, index_N).flatten(0, 1)[:num_tokens]
 
     def _to_parts(self, states_TLD: Tensor) -> dict[str, Tensor]:
-        taps_TF, last_TD = self._header.split_captured(states_TLD.flatten(1))
-        parts = {"hidden_states": taps_TF.to(STORAGE_TYPES[self._header.dtype][1]).contiguous()}
-        if last_TD is not None:
-            parts["last_hidden"] = last_TD.to(LAST_HIDDEN_DTYPE).contiguous()
-        return parts
+        return stored_parts(*split_captured(states_TLD.flatten(1), self._header), self._header)

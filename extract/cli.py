@@ -117,6 +117,7 @@ def make_header(config: ExtractConfig, spec: TargetSpec) -> ShardsHeader:
         spec,
         target_layer_ids=layer_ids,
         dtype=config.storage,
+        compression=config.compression,
         has_last_hidden=config.last_hidden,
         compute_dtype=auto_dtype if config.dtype == "auto" else config.dtype,
         engine=config.engine,

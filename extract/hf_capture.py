@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kit.shard_states import split_captured
 from dflash_kit.shards import NO_NEXT_TOKEN, Row, ShardWriter
 from dflash_kit.target import TapRecorder, load_target
 
@@ -97,7 +98,7 @@ def _row(target: Any, job: Job, sample: Sample, response: list[int] | None) -> R
     ids_BT = torch.tensor([token_ids], device=target.device)
     with TapRecorder(target, job.captured_layer_ids) as recorder:
         target(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
-        taps_TF, last_TD = job.header.split_captured(recorder.taps()[0])
+        taps_TF, last_TD = split_captured(recorder.taps()[0], job.header)
     mask = torch.zeros(len(token_ids), dtype=torch.bool)
     for start, end in spans:
         mask[start:end] = True

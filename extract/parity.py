@@ -19,7 +19,7 @@ from dflash_kit.target import TapRecorder, load_target
 
 # Nine tokens in ten must be within these relative differences; bfloat16 rounds 30 layers deep.
 LIMITS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
-STORED_LIMITS = {"float32": 0.0, "bfloat16": 4e-3}
+STORED_LIMITS = {"float32": 0.0, "bfloat16": 4e-3, "fp8": 0.04}
 MAX_ROW_TOKENS = 2048
 
 

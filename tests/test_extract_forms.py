@@ -88,6 +88,58 @@ def test_another_form_is_refused_with_both_values_and_dry_runs_count_its_bytes(t
     assert sizes == [3 * 64 * 2 + 5, 4 * 64 * 2 + 5]
 
 
+def test_fp8_and_zstd_are_extracted_and_close_to_the_exact_states(tiny_target, prompts, tmp_path, capsys):
+    assert main(arguments(tiny_target, prompts, tmp_path / "exact", "--storage", "float32")) == 0
+    more = ["--storage", "fp8", "--compression", "zstd", "--verify", "true"]
+    assert main(arguments(tiny_target, prompts, tmp_path / "fp8", *more)) == 0
+    assert "limit 4e-02" in capsys.readouterr().out
+    assert_same_within_fp8(tmp_path / "fp8", tmp_path / "exact")
+    for changed, message in (
+        ([], 'dtype is "fp8" in the shards but "bfloat16" here'),
+        (["--storage", "fp8"], 'compression is "zstd" in the shards but "none" here'),
+    ):
+        with pytest.raises(KitError, match=message):
+            main(arguments(tiny_target, prompts, tmp_path / "fp8", *changed))
+
+
+def assert_same_within_fp8(folder, exact):
+    """The largest value of a tap is off by bfloat16's rounding, any other by 1/16 of itself or of the smallest normal."""
+    exact = {row.id: row for row in open_shards(exact)}
+    assert open_shards(folder).header.dtype == "fp8"
+    assert open_shards(folder).ids != []
+    for row in open_shards(folder):
+        want = exact[row.id].hidden_states.unflatten(-1, (len(LAYERS), -1))
+        got = row.hidden_states.float().view_as(want)
+        largest = want.abs().amax(-1, keepdim=True)
+        assert torch.equal(row.token_ids(), exact[row.id].token_ids())
+        assert ((got - want).abs() <= want.abs() / 16 + largest * 2**-10 / 448 + want.abs() * 2**-8).all()
+        assert not torch.equal(got, want.bfloat16().float())
+
+
+@requires_vllm
+@pytest.mark.slow
+def test_vllm_quantises_before_the_copy(tiny_target, prompts, tmp_path):
+    assert main(arguments(tiny_target, prompts, tmp_path / "exact", "--storage", "float32")) == 0
+    more = [
+        "--engine",
+        "vllm",
+        "--storage",
+        "fp8",
+        "--compression",
+        "zstd",
+        "--last_hidden",
+        "true",
+        "--verify",
+        "true",
+    ]
+    result = run_command("extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "fp8", *more))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "parity   2 rows" in result.stdout
+    assert len(open_shards(tmp_path / "fp8")) == 6
+    assert open_shards(tmp_path / "fp8")[0].last_hidden.shape[1] == 64
+    assert_same_within_fp8(tmp_path / "fp8", tmp_path / "exact")
+
+
 @requires_vllm
 @pytest.mark.slow
 def test_vllm_stores_the_last_hidden_state(tiny_target, prompts, tmp_path):

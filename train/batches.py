@@ -22,7 +22,6 @@ from .packing import PackedIndex
 
 NOISE_STREAM = 2
 SLOT_STREAM = 4
-STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,10 +172,9 @@ class RowPacker:
 
     def _lay_out(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         header = self.shards.header
-        dtype = STORAGE_DTYPES[header.dtype]
         token_ids = torch.zeros(self.seq_len, dtype=torch.int64)
         supervised = torch.zeros(self.seq_len, dtype=torch.bool)
-        features = torch.zeros(self.seq_len, header.row_width, dtype=dtype)
+        features = torch.zeros(self.seq_len, header.row_width, dtype=header.states_dtype)
         positions = torch.zeros(self.seq_len, dtype=torch.int64)
         documents = torch.full((self.seq_len,), -1, dtype=torch.int64)
         start = num_cut = 0
