@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kit.masks import BlockLayout
-from dflash_kit.shard_format import LAST_HIDDEN_DTYPE
+from dflash_kit.shard_states import LAST_HIDDEN_DTYPE
 from dflash_kit.shards import Row, Shards
 
 from .anchors import draw_anchors, row_generator
