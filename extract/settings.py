@@ -90,12 +90,20 @@ class ExtractConfig:
     """Conversations that the engine works on at once; unset: 64 on a CPU (transformers 16), 256 on a GPU."""
     max_num_batched_tokens: int | None = None
     """Tokens of one engine step at most; unset: the engine's default (vLLM only)."""
+    prefix_caching: bool = False
+    """true: prompts that begin alike are prefilled once, which pays off for long common beginnings and for several
+    answers to a prompt (vLLM only)."""
     tensor_parallel_size: int = 1
-    """GPUs that share the target (vLLM only)."""
+    """GPUs that share the target; must divide its attention heads (vLLM only)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory that the engine may take (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
+    server: str | None = None
+    """Address (http://host:port) of a vLLM server that runs the target and writes the shards, started with the command that
+    --print_serve_command prints; settings of the engine and of shards' size are the server's then."""
+    print_serve_command: bool = False
+    """Print the command that starts a vLLM server for --server, and stop. Print it on the host that is to serve."""
     parity: int = 2
     """Rows of this run whose states are compared with a plain forward pass of transformers; 0 for none."""
     verify: bool = False
@@ -116,6 +124,9 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
+        if self.server is not None and (self.engine != "vllm" or self.num_workers > 1):
+            what = "num_workers above 1" if self.num_workers > 1 else f"engine {self.engine}"
+            raise ValueError(f"server {self.server} does not go with {what}; leave one of them out")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"
