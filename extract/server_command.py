@@ -42,7 +42,7 @@ def serve_command(job: Job) -> str:
     words += ["--middleware", "dflash_kit.vllm_routes.ShardRoutes"]
     for name, value in {**own, **job.engine_args}.items():
         words += _option(name, value)
-    return shlex.join([*_environment(on_cpu), *words])
+    return shlex.join([*_environment(on_cpu, job.tensor_parallel_size), *words])
 
 
 def _served_connector(job: Job) -> dict[str, Any]:
@@ -63,10 +63,11 @@ def _option(name: str, value: Any) -> list[str]:
     return [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
 
 
-def _environment(on_cpu: bool) -> list[str]:
+def _environment(on_cpu: bool, num_ranks: int) -> list[str]:
     """``env NAME=VALUE …`` where the server needs it: to find us in a checkout, and to be fast on a CPU."""
     root = Path(dflash_kit.__file__).parents[1]
-    settings = {} if root.name in ("site-packages", "dist-packages") else {"PYTHONPATH": str(root)}
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    settings = {} if root.name in ("site-packages", "dist-packages") else {"PYTHONPATH": path}
     if on_cpu:
-        settings |= {name: os.environ.get(name, value) for name, value in cpu_environment().items()}
+        settings |= {name: os.environ.get(name, value) for name, value in cpu_environment(num_ranks).items()}
     return ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []

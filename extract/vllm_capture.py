@@ -15,6 +15,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
+from .launcher import core_slices
 from .prompts import Sample
 
 # How long rows may take from the end of a request to the writer before the run is given up.
@@ -37,7 +38,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
     Raises:
         KitError: the engine does not start or dies, a broken capture (by sample id), or a full disk.
     """
-    prepare_environment()
+    prepare_environment(job.tensor_parallel_size)
     engine = start_engine(job, samples)
     try:
         run = _Run(engine, job, samples)
@@ -47,7 +48,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
         _stop(engine)
 
 
-def prepare_environment() -> None:
+def prepare_environment(num_ranks: int = 1) -> None:
     """Set what vLLM reads from the environment of its processes, where the user has not; before they start."""
     # Without engine processes the states of the last step would wait for a step that never comes.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -59,16 +60,20 @@ def prepare_environment() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        for name, value in cpu_environment().items():
+        for name, value in cpu_environment(num_ranks).items():
             os.environ.setdefault(name, value)
 
 
-def cpu_environment() -> dict[str, str]:
-    """Settings under which the CPU build is fast: every core, and Intel's OpenMP where it is installed."""
-    cores = sorted(os.sched_getaffinity(0))
+def cpu_environment(num_ranks: int = 1) -> dict[str, str]:
+    """Settings under which the CPU build is fast: every core, and Intel's OpenMP where it is installed.
+
+    Args:
+        num_ranks: processes that share the target; each gets a slice of the cores and of the cache.
+    """
+    cores = [",".join(map(str, part)) for part in core_slices(num_ranks)]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cache_gib = max(1, min(4, memory_bytes // 4 >> 30))
-    settings = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    cache_gib = max(1, min(4, memory_bytes // 4 >> 30) // num_ranks)
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if platform.machine() == "x86_64" and openmp.exists():
         settings["LD_PRELOAD"] = str(openmp)  # takes effect in the engine's processes, which are started afresh

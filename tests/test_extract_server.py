@@ -124,7 +124,12 @@ def prompts(tmp_path):
 def server(tiny_target, tmp_path):
     spec = TargetSpec.from_pretrained(tiny_target)
     header = ShardsHeader.from_target(
-        spec, target_layer_ids=[0, 2, 4], compute_dtype="float32", engine="vllm", engine_version="0.99", sampling=SAMPLING
+        spec,
+        target_layer_ids=[0, 2, 4],
+        compute_dtype="float32",
+        engine="vllm",
+        engine_version="0.99",
+        sampling=SAMPLING,
     )
     with FakeServer(header, tmp_path / "shards") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

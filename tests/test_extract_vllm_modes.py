@@ -28,7 +28,9 @@ def make_samples() -> list[Sample]:
         rest = torch.randint(0, 250, (1 + 11 * index,), generator=draw).tolist()
         ids = rest if index in (4, 9) else words[index % 2] + rest
         spans = [(len(ids) // 2, len(ids))] if index % 3 == 0 and len(ids) > 1 else None
-        samples.append(Sample(id=f"{index:016x}", source="", token_ids=ids, loss_spans=spans, max_new_tokens=0 if spans else 9))
+        samples.append(
+            Sample(id=f"{index:016x}", source="", token_ids=ids, loss_spans=spans, max_new_tokens=0 if spans else 9)
+        )
     return [*samples, replace(samples[1], id="f" * 16)]
 
 
@@ -36,7 +38,9 @@ def make_samples() -> list[Sample]:
 def setting(tmp_path_factory):
     """A job for a tiny target with eight heads, its samples, and the rows of transformers by id."""
     folder = tmp_path_factory.mktemp("modes")
-    target = make_tiny_target(folder / "target", num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=768)
+    target = make_tiny_target(
+        folder / "target", num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=768
+    )
     spec = TargetSpec.from_pretrained(target)
     header = ShardsHeader.from_target(
         spec, target_layer_ids=[0, 2, 4], compute_dtype="float32", dtype="float32", engine="vllm", engine_version="0",
@@ -86,9 +90,10 @@ def test_shared_prefixes_are_restored_and_no_row_is_short(setting, tmp_path, mon
     require_equal_rows(job.folder, samples, expected)
 
 
-def test_two_ranks_write_each_row_once_and_free_its_blocks(setting, tmp_path):
+def test_two_ranks_write_each_row_once_and_free_its_blocks(setting, tmp_path, monkeypatch):
     """The cache has room for a few requests: blocks that one rank kept for ever would stop the engine."""
     job, samples, expected = setting
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     job = replace(job, folder=tmp_path / "shards", tensor_parallel_size=2, engine_args={"num_gpu_blocks_override": 24})
     reports = list(vllm_capture.capture(job, samples, {"asked": len(samples), "dropped": {}}))
     assert sum(report.num_rows for report in reports) == len(samples)
