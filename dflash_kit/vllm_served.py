@@ -29,6 +29,11 @@ class ServedShardConnector(ShardConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        num_engines = self._vllm_config.parallel_config.data_parallel_size
+        if num_engines > 1:
+            raise ValueError(
+                f"data_parallel_size is {num_engines}, but one engine alone can write a folder; start servers"
+            )
         self._session = 0
         self._captured: set[str] = set()
         self._repeated: list[tuple[str, int]] = []

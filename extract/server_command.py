@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import sys
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,20 @@ def serve_command(job: Job) -> str:
         "worker_extension_cls": "dflash_kit.vllm_served.SessionAccess",
     }
     check_engine_args(job.engine_args, {**own, "model": ""}, [field.name for field in fields(EngineArgs)])
-    words = ["vllm", "serve", job.spec.name, "--host", "127.0.0.1", "--port", "8000"]
+    words = [*_program(), job.spec.name, "--host", "127.0.0.1", "--port", "8000"]
     words += ["--middleware", "dflash_kit.vllm_routes.ShardRoutes"]
     for name, value in {**own, **job.engine_args}.items():
         words += _option(name, value)
     return shlex.join([*_environment(on_cpu, job.tensor_parallel_size), *words])
+
+
+def _program() -> list[str]:
+    """Its last word is in front of the model."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # the CPU build has another name, with which its command does not get along
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return ["vllm", "serve"]
 
 
 def _served_connector(job: Job) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_all_that_a_conversation_holds_is_in_the_prompt_that_is_answered(target,
 
 def test_given_turns_with_reasoning_and_calls_are_supervised_as_rendered(target, tmp_path):
     told = [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "Minus three."}]
-    (row,) = extract(target, tmp_path / "out", {"messages": told, "tools": [TOOL]})
+    (row,) = extract(target, tmp_path / "out", {"messages": told, "tools": [TOOL]}, "--enable_thinking", "true")
     tokenizer = load_tokenizer(target)
     said = tokenizer.decode(row.input_ids[row.loss_mask])
     call = '<think>I look.</think><call>{"name": "weather", "arguments": {"city": "Bergen"}}</call><|im_end|>'

@@ -1,12 +1,13 @@
 """vLLM with prefix caching and chunked prefill, and with tensor parallelism: the rows are those of transformers."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dflash_kit.shards import ShardsHeader, open_shards, verify_shards
+from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_shards
 from dflash_kit.target import TargetSpec
 from extract import hf_capture, vllm_capture
 from extract.capture import Job
@@ -88,6 +89,28 @@ def test_shared_prefixes_are_restored_and_no_row_is_short(setting, tmp_path, mon
     assert sum(report.num_rows for report in reports) == len(samples)
     assert sum(cached > 0 for cached in num_cached.values()) >= 8, num_cached  # it did happen
     require_equal_rows(job.folder, samples, expected)
+
+
+@pytest.mark.parametrize("block_ids", [[3, 1], [3, 0, 1]])
+def test_a_request_without_all_its_states_stops_the_run_and_names_the_setting(setting, tmp_path, block_ids):
+    """As where an engine does not restore shared prefixes: too few blocks, or a placeholder (block 0) for one."""
+    from dflash_kit.shard_sink import ShardSink
+    from dflash_kit.vllm_connector import FinishedRequest, ShardConnector
+
+    header = setting[0].header
+    connector = object.__new__(ShardConnector)
+    connector._sink, connector._block_size = ShardSink(ShardWriter(tmp_path / "shards", header)), 16
+    connector._header, connector._dtype, connector._copy_stream = header, torch.float32, None
+    connector._cache_NSKD = torch.randn(4, 16, header.num_taps, header.hidden_size)
+    whole = FinishedRequest("r1", "whole", list(range(40)), 7, [[20, 40]], [3, 2, 1])
+    assert connector._capture(whole)()
+    assert connector.flush()["error"] is None
+    assert connector._capture(replace(whole, sample_id="short", block_ids=block_ids))()
+    error = connector.finish(None)["error"]
+    assert re.search(
+        r"sample short: vLLM .* kept no states for part of its 40 tokens.*; set prefix_caching false", error
+    )
+    assert open_shards(tmp_path / "shards").ids == ["whole"]
 
 
 def test_two_ranks_write_each_row_once_and_free_its_blocks(setting, tmp_path, monkeypatch):
