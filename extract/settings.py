@@ -124,9 +124,10 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
-        if self.server is not None and (self.engine != "vllm" or self.num_workers > 1):
+        if (self.server is not None or self.print_serve_command) and (self.engine != "vllm" or self.num_workers > 1):
+            name = "print_serve_command" if self.server is None else f"server {self.server}"
             what = "num_workers above 1" if self.num_workers > 1 else f"engine {self.engine}"
-            raise ValueError(f"server {self.server} does not go with {what}; leave one of them out")
+            raise ValueError(f"{name} does not go with {what}; leave one of them out")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"

@@ -192,7 +192,11 @@ def test_a_server_of_other_shards_is_refused_with_both_values(tiny_target, promp
         (["--dtype", "bfloat16"], 'compute_dtype is "float32", but here it is "bfloat16"'),
         (["--world_size", "2"], "rank of world_size is 0 of 1, but here it is 0 of 2"),
         (["--num_workers", "2"], "does not go with num_workers above 1"),
-        (["--engine", "transformers"], "does not go with engine transformers"),
+        (["--engine", "transformers"], "server http.* does not go with engine transformers"),
+        (
+            ["--engine", "transformers", "--server=null", "--print_serve_command"],
+            "print_serve_command does not go with",
+        ),
     ):
         with pytest.raises(KitError, match=words):
             main(arguments(tiny_target, prompts, server, *more))
