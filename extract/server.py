@@ -19,11 +19,12 @@ from dflash_kit.shards import ShardsHeader
 TIMEOUT_S = 3600.0
 # How long a file that the server has written may take to be seen here.
 FOLDER_WAIT_S = 10.0
+RESUME_HELP = "finished shards are intact: start it again, and run the same command to resume"
 PRINT_HELP = "the same command with --print_serve_command prints how to start one"
 
 
 class ServerRefusal(KitError):
-    """The server answered, but not with what was asked for; ``status`` is HTTP's."""
+    """The server does not do what it is asked for; ``status`` is HTTP's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -129,8 +130,8 @@ def call(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, A
     """Send JSON and return the JSON of the answer. ``VLLM_API_KEY`` of the environment is sent along; proxies are not used.
 
     Raises:
-        ServerRefusal: the answer is an error.
-        KitError: there is no answer.
+        ServerRefusal: it does not do what it is asked for.
+        KitError: there is no answer, or the server has failed.
     """
     headers = {"Content-Type": "application/json"}
     if os.environ.get("VLLM_API_KEY"):
@@ -142,12 +143,13 @@ def call(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, A
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise KitError(f"the server at {url} has failed ({_reason(error)}); {RESUME_HELP}") from error
         raise ServerRefusal(f"the server at {url} refuses {path}: {_reason(error)}", error.code) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise KitError(
-            f"the server at {url} does not answer ({reason or type(error).__name__}); finished shards are intact: start it "
-            "again, and run the same command to resume"
+            f"the server at {url} does not answer ({reason or type(error).__name__}); {RESUME_HELP}"
         ) from error
     except ValueError as error:
         raise KitError(f"the server at {url} is no vLLM server: {path} is not answered in JSON ({error})") from error

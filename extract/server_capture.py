@@ -121,10 +121,6 @@ class _Requests:
         try:
             answer = self._server.complete(request)
         except ServerRefusal as error:
-            if error.status >= 500:
-                raise KitError(
-                    f"{error}; its engine stopped: finished shards are intact, start it again and run the same command to resume"
-                ) from error
             raise KitError(f"{sample.source}: {error}") from error
         reason = answer["choices"][0]["finish_reason"]
         if reason not in ("stop", "length", "repetition"):
