@@ -1,4 +1,4 @@
-"""A real vLLM server on the loopback device, started with the printed command: two clients, one killed, then the server."""
+"""A real vLLM server on the loopback device, started with the printed command: two clients, one killed, then the server itself."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ import torch
 
 from dflash_kit.errors import KitError
 from dflash_kit.shard_journal import is_being_written
-from dflash_kit.shards import ShardWriter, open_shards, verify_shards
+from dflash_kit.shards import open_shards, verify_shards
 from extract.cli import main
 from extract.server import call
 from helpers import REPO, make_tiny_target, requires_vllm
@@ -49,7 +49,7 @@ class Case:
         where = ["--model", str(self.target), "--prompts", str(self.prompts), "--out", str(self.out)]
         return [*where, *SETTINGS, *LONG_ANSWER, *more]
 
-    def start(self) -> subprocess.Popen:
+    def start(self) -> None:
         command = [
             sys.executable,
             "extract/dump.py",
@@ -59,17 +59,17 @@ class Case:
         words = shlex.split(printed.splitlines()[-1].replace("--port 8000", f"--port {self.port}"))
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         with self.log.open("w") as log:
-            return subprocess.Popen(
+            self.server = subprocess.Popen(
                 words, cwd="/", env=environment, stdout=log, stderr=log, start_new_session=True
             )  # fmt: skip
 
-    def wait(self, server: subprocess.Popen) -> None:
+    def wait(self) -> None:
         deadline_s = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(self.url + "/health", timeout=5).close()
                 return
-            assert server.poll() is None and time.monotonic() < deadline_s, self.log.read_text()[-3000:]
+            assert self.server.poll() is None and time.monotonic() < deadline_s, self.log.read_text()[-3000:]
             time.sleep(0.5)
 
     def client(self) -> subprocess.Popen:
@@ -89,14 +89,13 @@ class Case:
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     case = Case(tmp_path_factory.mktemp("server"))
-    server = case.start()
+    case.start()
     try:
-        case.wait(server)
-        case.server = server
+        case.wait()
         yield case
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
+            os.killpg(case.server.pid, signal.SIGKILL)
 
 
 def test_other_requests_are_served_and_become_no_rows(case):
@@ -142,7 +141,7 @@ def test_a_killed_client_leaves_the_server_to_the_next_which_repeats_nothing(cas
         assert float(difference.max()) < 1e-4
 
 
-def test_a_killed_server_is_one_line_and_its_finished_shards_stay(case):
+def test_a_killed_server_is_one_line_and_started_again_it_adds_the_rest(case, capsys):
     """Runs last. The engine notices that its server is gone, and frees the folder."""
     for path in case.out.glob("*"):
         path.unlink()
@@ -158,7 +157,13 @@ def test_a_killed_server_is_one_line_and_its_finished_shards_stay(case):
     while is_being_written(case.out / "manifest.jsonl"):
         assert time.monotonic() < deadline_s, "the engine of a killed server still holds the folder"
         time.sleep(0.2)
-    assert 2 <= len(open_shards(case.out)) < 18
     assert verify_shards(case.out).problems == []
-    with ShardWriter(case.out, open_shards(case.out).header) as writer:
-        assert len(writer.done_ids) >= 2
+    kept = {path: path.read_bytes() for path in case.out.glob("*.arrow")}
+    assert 2 <= len(kept) < 18
+    case.start()
+    case.wait()
+    assert main(case.arguments("--server", case.url)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_added"] == 18 - len(kept)
+    assert len(set(open_shards(case.out).ids)) == 18
+    assert all(path.read_bytes() == data for path, data in kept.items())
+    assert verify_shards(case.out).problems == []
