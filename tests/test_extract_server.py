@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,9 +12,10 @@ import torch
 from dflash_kit.errors import KitError
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter, open_shards
 from dflash_kit.target import TargetSpec
-from extract import server_capture
+from extract import server_capture, vllm_capture
 from extract.cli import main
 from extract.server import Server
+from helpers import requires_vllm
 
 SAMPLING = {
     "temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 6, "seed": 0,
@@ -235,3 +237,51 @@ def test_a_client_that_was_overtaken_ends(server):
     second, _ = Server.connect(server.url).open(server.folder)
     assert first.status()["error"] == "another client has begun"
     assert second.status()["error"] is None
+
+
+@requires_vllm
+def test_the_printed_command_is_that_of_the_command_line(tiny_target, prompts, tmp_path, capsys):
+    """What it does is tested with a real server; here, that each setting reaches it."""
+    common = ["--model", str(tiny_target), "--prompts", str(prompts), "--out", str(tmp_path / "out with spaces")]
+    settings = [
+        *(
+            "--target_layer_ids",
+            "[0,2]",
+            "--prefix_caching",
+            "true",
+            "--tensor_parallel_size",
+            "2",
+            "--max_num_seqs",
+            "7",
+        ),
+        *("--world_size", "4", "--rank", "3", "--engine_args.max_model_len", "300", "--sampling.seed", "5"),
+    ]
+    assert main([*common, *settings, "--print_serve_command"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    value = {name: words[i + 1] for i, name in enumerate(words[:-1]) if name.startswith("--")}
+    assert (value["--host"], value["--tensor-parallel-size"], value["--max-model-len"]) == ("127.0.0.1", "2", "300")
+    assert (value["--max-num-seqs"], "--enable-prefix-caching" in words) == ("7", True)
+    method = json.loads(value["--speculative-config"])["draft_model_config"]["hf_config"]
+    assert method["eagle_aux_hidden_state_layer_ids"] == [1, 3]
+    extra = json.loads(value["--kv-transfer-config"])["kv_connector_extra_config"]
+    assert extra["folder"] == str(tmp_path / "out with spaces")
+    assert (extra["writer"]["rank"], extra["writer"]["world_size"]) == (3, 4)
+    assert extra["header"]["sampling"]["seed"] == 5
+    assert not (tmp_path / "out with spaces").exists()
+    for more, words in (
+        (["--engine_args.max_modl_len", "300"], "no argument 'max_modl_len'; did you mean max_model_len"),
+        (["--engine_args.dtype", "half"], r"engine_args\.dtype is set by extraction itself"),
+        (
+            ["--tensor_parallel_size", "3"],
+            r"3 does not divide the target's 4 attention heads \(2 .*\); allowed: 1, 2, 4",
+        ),
+    ):
+        with pytest.raises(KitError, match=words):
+            main([*common, "--target_layer_ids", "[0,2]", *more, "--print_serve_command"])
+
+
+@requires_vllm
+def test_a_rank_on_a_cpu_gets_cores_of_its_own(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 5, 7})
+    one, two = (vllm_capture.cpu_environment(count)["VLLM_CPU_OMP_THREADS_BIND"] for count in (1, 2))
+    assert (one, two) == ("2,3,5,7", "2,3|5,7")
