@@ -67,7 +67,8 @@ class ServedShardConnector(ShardConnector):
             server_pid: process whose end must end this worker, too.
 
         Returns:
-            ``error`` (None: all is well), and then ``session``, ``manifest_sha256`` of the share's manifest, and ``notes``.
+            ``error`` (None: all is well), and then ``session``, ``notes`` on what was mended, and ``manifest_bytes`` and
+            ``manifest_sha256`` of the share's manifest, which only grows: by these a client knows the folder.
         """
         if self._cache_NSKD is None:
             return None
@@ -84,8 +85,9 @@ class ServedShardConnector(ShardConnector):
                 return {"error": self._error}
             self._captured, notes = set(writer.done_ids), writer.notes
         manifest = Path(self._extra["folder"]) / self._share.manifest_name
-        digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        return {"error": None, "session": self._session, "manifest_sha256": digest, "notes": notes}
+        lines = manifest.read_bytes()
+        found = {"manifest_bytes": len(lines), "manifest_sha256": hashlib.sha256(lines).hexdigest()}
+        return {"error": None, "session": self._session, "notes": notes, **found}
 
     def session_status(self, session: int) -> dict[str, Any] | None:
         """As ``status``, for the client of this session."""

@@ -103,7 +103,7 @@ class Server:
             raise KitError(f"the server at {self.url}: {answer['error']}")
         opened = replace(self, session=answer["session"])
         deadline_s = time.monotonic() + FOLDER_WAIT_S
-        while _sha256(folder / self.share.manifest_name) != answer["manifest_sha256"]:
+        while _sha256(folder / self.share.manifest_name, answer["manifest_bytes"]) != answer["manifest_sha256"]:
             if time.monotonic() > deadline_s:
                 opened.finish(None)
                 raise KitError(
@@ -169,8 +169,9 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return f"status {error.code}"
 
 
-def _sha256(path: Path) -> str | None:
+def _sha256(path: Path, num_bytes: int) -> str | None:
+    """Of the first bytes: rows of an earlier client may still be added."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(path.read_bytes()[:num_bytes]).hexdigest()
     except FileNotFoundError:
         return None

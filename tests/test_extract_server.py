@@ -51,9 +51,8 @@ class FakeServer(ThreadingHTTPServer):
         self.session += 1
         self.writer = self.writer or ShardWriter(self.folder, self.header, max_shard_bytes=1)
         manifest = (self.folder / "manifest.jsonl").read_bytes()
-        return {
-            "error": None, "session": self.session, "notes": [], "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
-        }  # fmt: skip
+        found = {"manifest_bytes": len(manifest), "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+        return {"error": None, "session": self.session, "notes": [], **found}
 
     def status(self, body):
         accepted, self.accepted = self.accepted, []
