@@ -37,6 +37,8 @@ def reason_against(
         return f"the block size is {drafter.config.block_size}, above {MAX_BLOCK_SIZE}"
     if max(budget for _, budget in methods) > MAX_BUDGET:
         return f"a budget is above {MAX_BUDGET}"
+    if model.dtype == torch.float32 and model.device.type == "cuda":
+        return "its kernels take minutes to compile for float32"
     try:
         check_supported(model)
     except KitError as error:

@@ -31,7 +31,7 @@ class WriterAccess:
         """Verify no draft tokens (for an engine without asynchronous scheduling).
 
         The extraction method "drafts" each sampled token once more, so that every decoding step runs two tokens a
-        request. That is free where a step is bound by reading weights, and doubles the work on a CPU.
+        request; see ``extract.vllm_capture.start_engine`` for what is wrong with that.
         """
         self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
 

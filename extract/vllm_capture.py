@@ -91,8 +91,10 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     on_cpu = current_platform.is_cpu()
-    # The extraction method runs each sampled token twice; on a CPU that doubles the work of decoding.
-    skip_drafts = on_cpu and any(sample.loss_spans is None for sample in samples)
+    # The extraction method "drafts" each sampled token once more. On a CPU that doubles the work of decoding; with
+    # asynchronous scheduling (0.26) it is wrong: once such a draft is accepted (a token said twice running), the worker
+    # counts one token instead of two, and every later state of the request lies one place too early.
+    skip_drafts = any(sample.loss_spans is None for sample in samples)
     own: dict[str, Any] = {
         "model": job.spec.name,
         "revision": job.spec.revision,
