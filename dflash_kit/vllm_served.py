@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from dflash_kit.shard_share import Share
 from dflash_kit.vllm_connector import FinishedRequest, ShardConnector
 from dflash_kit.vllm_version import installed_vllm
-from dflash_kit.vllm_worker import end_with_driver
+from dflash_kit.vllm_worker import WriterAccess, end_with_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ class ServedShardConnector(ShardConnector):
         return super()._capture(request)
 
 
-class SessionAccess:
+class SessionAccess(WriterAccess):
     """Mixed into vLLM's worker class (``worker_extension_cls``); ``vllm_routes`` calls it by ``collective_rpc``."""
 
     def shard_session_describe(self) -> dict[str, Any] | None:
@@ -134,7 +134,8 @@ class SessionAccess:
         return get_kv_transfer_group().describe()
 
     def shard_session_open(self, server_pid: int) -> dict[str, Any] | None:
-        """See ``ServedShardConnector.open_session``."""
+        """See ``ServedShardConnector.open_session``; no draft tokens are verified from then on."""
+        self.skip_draft_tokens()
         return get_kv_transfer_group().open_session(server_pid)
 
     def shard_session_status(self, session: int) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ def serve_command(job: Job) -> str:
         "revision": job.spec.revision,
         "dtype": job.header.compute_dtype,
         "enforce_eager": on_cpu,
+        "async_scheduling": False,  # as in ``start_engine``, where the target answers; a session switches the drafts off
         "max_num_seqs": job.max_num_seqs,
         "max_num_batched_tokens": job.max_num_batched_tokens,
         "tensor_parallel_size": job.tensor_parallel_size,
