@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--sliding", type=int, default=0, help="sliding layers (window 2048, causal)")
     parser.add_argument("--block_size", type=int, default=16)
+    parser.add_argument("--loss", default="decay", help="loss.kind; kl, tv, lk and lk_hybrid read last hidden states")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", default=None, help="folder for target and shards; default: a temporary one")
     args = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Run the trainer and put its figures beside the floor."""
     spec = write_target(folder / "target", SHAPES[args.shape])
-    write_shards(folder / "shards", spec, tokens=args.seq_len // 2 - 1, num_rows=8)  # two fill a packed row
+    write_shards(folder / "shards", spec, tokens=args.seq_len // 2 - 1, num_rows=8, last_hidden=distils(args))
     log_every = 5
     command = [sys.executable, str(ROOT / "train" / "run.py"), "--shards", folder / "shards", "--out", folder / "out"]
     options = {
@@ -85,6 +86,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "drafter.num_sliding_layers": args.sliding,
         "drafter.block_size": args.block_size,
         "drafter.mask_token_id": spec.vocab_size - 1,
+        "loss.kind": args.loss,
         "data.seq_len": args.seq_len,
         "data.anchors": args.anchors,
         "data.rows_per_step": 1,
@@ -111,6 +113,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "block_size": args.block_size,
         "layers": args.layers,
         "sliding_layers": args.sliding,
+        "loss": args.loss,
         "ms_per_step_median": round(statistics.median(ms), 2),
         "ms_per_step_min": round(ms[0], 2),
         "ms_per_step_max": round(ms[-1], 2),
@@ -131,7 +134,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def write_target(folder: Path, shape: dict[str, int]) -> TargetSpec:
-    """A folder with a configuration and the two ends, random."""
+    """A folder with a configuration, the two ends, random, and the final norm."""
     from transformers import Qwen3Config
 
     folder.mkdir(parents=True)
@@ -140,12 +143,18 @@ def write_target(folder: Path, shape: dict[str, int]) -> TargetSpec:
     config.save_pretrained(folder)
     size = (shape["vocab_size"], shape["hidden_size"])
     ends = {name: (0.02 * torch.randn(size)).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    ends["model.norm.weight"] = torch.ones(shape["hidden_size"], dtype=torch.bfloat16)
     save_file(ends, folder / "model.safetensors", {"format": "pt"})
     return TargetSpec.from_pretrained(folder)
 
 
-def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int) -> None:
-    """Rows of random tokens and taps; all but the first 64 tokens of each are supervised.
+def distils(args: argparse.Namespace) -> bool:
+    """Whether the loss reads the target's last hidden states."""
+    return args.loss not in ("decay", "dpace")
+
+
+def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int, last_hidden: bool) -> None:
+    """Rows of random tokens and states, two of which fill a packed row; all but the first 64 tokens are supervised.
 
     ``next_token`` makes each one token longer than ``tokens``.
     """
@@ -155,10 +164,12 @@ def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int) 
         compute_dtype="bfloat16",
         engine="random",
         engine_version="0",
+        has_last_hidden=last_hidden,
     )
     with ShardWriter(folder, header) as writer:
         for i in range(num_rows):
             generator = torch.Generator().manual_seed(i)
+            last = torch.randn(tokens, spec.hidden_size, generator=generator).bfloat16() if last_hidden else None
             writer.add(
                 Row(
                     id=f"row-{i}",
@@ -166,12 +177,14 @@ def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int) 
                     loss_mask=torch.arange(tokens) >= min(64, tokens // 2),
                     hidden_states=torch.randn(tokens, header.row_width, generator=generator).bfloat16(),
                     next_token=0,
+                    last_hidden=last,
                 )
             )
 
 
 def step_flops(spec: TargetSpec, args: argparse.Namespace) -> dict[str, float]:
-    """Multiply-adds x 2 of one step: 3 passes over trained matrices, 2 over the frozen head (no weight gradient).
+    """Multiply-adds x 2 of one step: 3 passes over trained matrices, 2 over the frozen head (no weight gradient), and a
+    third where the target's own distribution is wanted.
 
     Attention counts visible pairs only: each slot sees on average a quarter of the packed row (half of its document).
     """
@@ -195,7 +208,11 @@ def step_flops(spec: TargetSpec, args: argparse.Namespace) -> dict[str, float]:
         "slots": 6.0 * slots * per_slot,
         "context": 6.0 * args.seq_len * per_token - 2.0 * args.seq_len * drafter.fc.weight.numel(),
         "attention": 3.5 * 4.0 * slots * keys * width * args.layers,
-        "head": 4.0 * args.anchors * (args.block_size - 1) * spec.vocab_size * spec.hidden_size,
+        "head": (6.0 if distils(args) else 4.0)
+        * args.anchors
+        * (args.block_size - 1)
+        * spec.vocab_size
+        * spec.hidden_size,
     }
 
 

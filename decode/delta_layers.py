@@ -3,11 +3,13 @@
 A mask cannot steer these layers: each keeps a recurrent state and a short window of convolution inputs. So their
 forward pass is replaced, on the loaded model, by one that takes the rows of a pass as a tree: the convolution follows
 the parent chain, the delta rule runs in one pass over all nodes (``gated_delta``), and the committed state is read only
-until a path is committed. Projections, gating norm and output projection stay the model's own modules.
+until a path is committed. Projections, gating norm and output projection stay the model's own modules. Prompts are read
+by the model's own forward pass, so by flash-linear-attention's kernels on a GPU where that package is installed.
 
 Shape legend: N rows of a pass, H value heads, Dk and Dv key and value width, C convolution channels, W its kernel.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +22,40 @@ from dflash_kit.target import decoder_layers
 
 from .gated_delta import delta_rule_on_paths, on_path
 
-CHAIN_ROWS = 64
-"""Rows of a prompt that one pass of the delta rule takes: its cost grows with their square."""
 NORM_EPS = 1e-6
 """Of the query and key norms, as in the models' kernels."""
 FAMILIES = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+
+
+class PromptCache:
+    """What a model's own forward pass of a linear layer reads and writes of its cache, backed by a ``DeltaLayer``."""
+
+    record_past = True
+    """As in transformers' cache layers; True keeps single tokens off the path that changes the window in place."""
+
+    def __init__(self, layer: "DeltaLayer") -> None:
+        self.layers = {layer.module.layer_idx: self}
+        self._layer = layer
+
+    def has_previous_state(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Whether anything was read before; zeros would do as well, but kernels without a start are faster."""
+        return self._layer.num_read > 0
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        """The committed state (1, H, Dk, Dv)."""
+        return [self._layer.state_HKV[None]]
+
+    def update_conv_state(self, inputs: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Committed and new convolution inputs (1, C, W - 1 + N), and keep the last of them."""
+        known = torch.cat([self._layer.inputs_CW[None].to(inputs.dtype), inputs], dim=-1)
+        self._layer.inputs_CW = known[0, :, 1 - self._layer.conv_CW.shape[1] :].clone()
+        return known
+
+    def update_recurrent_state(self, state: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Keep the state behind the last token."""
+        self._layer.state_HKV = state[0].float()
+        return state
 
 
 class DeltaLayer:
@@ -36,6 +67,10 @@ class DeltaLayer:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        # Of the class, since another runner over the same model may have replaced the instance's.
+        self._own_forward = functools.partial(type(module).forward, module)
+        self._prompt_cache = PromptCache(self)
+        self.num_read = 0
         self.conv_CW = module.conv1d.weight.squeeze(1)
         self.inputs_CW: Tensor  # the last W - 1 convolution inputs
         self.state_HKV: Tensor
@@ -46,7 +81,7 @@ class DeltaLayer:
 
     def reset(self) -> None:
         """Nothing is committed."""
-        module, weight = self.module, self.conv_CW
+        module, weight, self.num_read = self.module, self.conv_CW, 0
         self.inputs_CW = weight.new_zeros(weight.shape[0], weight.shape[1] - 1)
         shape = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
         self.state_HKV = torch.zeros(shape, dtype=torch.float32, device=weight.device)
@@ -59,6 +94,12 @@ class DeltaLayer:
         """Go back to what was saved."""
         assert self._saved is not None, "nothing was saved"
         self.inputs_CW, self.state_HKV = self._saved
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Outputs (1, N, D) of a piece of the prompt (1, N, D), which is committed at once."""
+        outputs = self._own_forward(hidden, cache_params=self._prompt_cache, attention_mask=None)
+        self.num_read += hidden.shape[1]
+        return outputs
 
     def look(self, hidden: Tensor, paths: "Paths") -> Tensor:
         """Outputs (1, N, D) of rows (1, N, D), each given its own path."""
@@ -139,7 +180,6 @@ class DeltaLayers:
     def __init__(self, model: Any) -> None:
         self.layers: list[DeltaLayer] = []
         self._tree: Paths | None = None
-        self._chains: dict[int, Paths] = {}
         for layer in decoder_layers(model):
             module = getattr(layer, "linear_attn", None)
             if module is None:
@@ -186,21 +226,9 @@ class DeltaLayers:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._tree is not None:
                 return layer.look(hidden_states, self._tree)
-            outputs = []
-            for piece in hidden_states.split(CHAIN_ROWS, dim=1):
-                outputs.append(layer.look(piece, self._chain(piece)))
-                layer.commit(range(piece.shape[1]))
-            return torch.cat(outputs, dim=1)
+            return layer.read(hidden_states)
 
         return forward
-
-    def _chain(self, piece: Tensor) -> Paths:
-        """Paths of a piece of a prompt (1, N, D)."""
-        count = piece.shape[1]
-        if count not in self._chains:
-            parents = torch.arange(-1, count - 1, device=piece.device)
-            self._chains[count] = Paths.of(parents, self.layers[0].conv_CW.shape[1])
-        return self._chains[count]
 
 
 def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

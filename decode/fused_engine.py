@@ -19,6 +19,8 @@ from .engine import Generation, Method, Prefix, require_context, require_finite
 from .fused_drafter import FusedDrafter
 from .fused_round import GreedyRound
 from .fused_target import FusedTarget, check_supported, padded_rows
+from .hybrid_layers import check_hybrid, is_hybrid
+from .hybrid_target import HybridTarget
 from .sampling import GREEDY, Sampling
 
 MAX_BLOCK_SIZE = 16
@@ -40,7 +42,7 @@ def reason_against(
     if model.dtype == torch.float32 and model.device.type == "cuda":
         return "its kernels take minutes to compile for float32"
     try:
-        check_supported(model)
+        check_hybrid(model) if is_hybrid(model) else check_supported(model)
     except KitError as error:
         return str(error)
     return None
@@ -66,7 +68,8 @@ class FusedEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_context = min(max_context, _tokens_that_fit(model, drafter))
         rows = padded_rows(max(max_budget, drafter.config.num_draft_tokens) + 1)
-        self.target = FusedTarget(model, drafter.config.target_layer_ids, self.max_context, rows)
+        kind = HybridTarget if is_hybrid(model) else FusedTarget
+        self.target = kind(model, drafter.config.target_layer_ids, self.max_context, rows)
         self.drafter = FusedDrafter(drafter, self.target)
         self._rounds: dict[Method, GreedyRound] = {}
         self._first: Tensor | None = None

@@ -16,7 +16,6 @@ from dflash_kit.errors import KitError
 
 from .device_tree import TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
-from .fused_ops import commit_rows
 from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, capture, padded_rows
 
 
@@ -68,7 +67,7 @@ class GreedyRound:
             num_tokens: tokens that are committed, in the target's and the drafter's caches.
             anchor: (1,) int64, the token behind them.
         """
-        self.target.length.fill_(num_tokens)
+        self.target.rewind(num_tokens)
         self.anchor.copy_(anchor)
         self._held = num_tokens
 
@@ -124,8 +123,7 @@ class GreedyRound:
 
     def _commit(self) -> None:
         walk(self.tree, self.step.choices, self.walked, self.anchor, self.depth)
-        if self.depth:
-            commit_rows(self.target.caches, self.walked.path, self.walked.num_accepted, self.target.length)
+        self.target.keep(self.step, self.walked.path, self.walked.num_accepted)
         if self.drafter is not None:
             count = self.drafter.config.block_size if self.depth else 1
             self.drafter.extend(self.step.taps.index_select(0, self.walked.path[:count].long()))
@@ -133,7 +131,7 @@ class GreedyRound:
 
     def _capture(self, work: Callable[[], None]) -> Any:
         """Capture a round without leaving a trace: warm-up rounds advance the state, so put it back."""
-        held = [(tensor, tensor.clone()) for tensor in (self.target.length, self.anchor)]
+        held = [(tensor, tensor.clone()) for tensor in (*self.target.carried(), self.anchor)]
         graph = capture(work)
         for tensor, before in held:
             tensor.copy_(before)

@@ -87,6 +87,7 @@ class FusedTarget:
         self.long_context = False
         """How attention is split by passes that run or are captured from now on."""
         self._passes: dict[tuple[int, str], Pass] = {}
+        self._verified: Pass | None = None
 
     @property
     def device(self) -> torch.device:
@@ -162,6 +163,7 @@ class FusedTarget:
         step.tree.tokens[0] = tokens[0]
         step.tree.set_nodes(tokens[1:], depths, parents)
         self.replay(step)
+        self._verified = step
         return step
 
     @torch.no_grad()
@@ -170,8 +172,22 @@ class FusedTarget:
         padded = torch.zeros(1 << (path.numel() - 1).bit_length(), dtype=torch.int32, device=self.device)
         padded[: path.numel()] = path
         count = torch.full((1,), path.numel() - 1, dtype=torch.int32, device=self.device)
-        commit_rows(self.caches, padded, count, self.length)
+        assert self._verified is not None, "nothing was verified"
+        self.keep(self._verified, padded, count)
         self.length += path.numel()
+
+    def carried(self) -> list[Tensor]:
+        """What a round changes for the next one, caches aside."""
+        return [self.length]
+
+    def rewind(self, num_tokens: int) -> None:
+        """Go back to the end of the prompt of ``num_tokens``: nothing before it has changed since."""
+        self.length.fill_(num_tokens)
+
+    def keep(self, _step: Pass, path: Tensor, num_accepted: Tensor) -> None:
+        """Commit a path of the last pass without advancing ``length``; arguments as for ``commit_rows``."""
+        if path.numel() > 1:
+            commit_rows(self.caches, path, num_accepted, self.length)
 
     def replay(self, step: Pass) -> None:
         """Run a pass, on a GPU as a CUDA graph that is captured the first time."""

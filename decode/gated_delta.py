@@ -56,6 +56,23 @@ def delta_rule_on_paths(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, on_path: Tensor
 ) -> tuple[Tensor, Callable[[int], Tensor]]:
     """``tree_delta_rule`` where all layers share one ``on_path`` (N, N); nothing waits for the device."""
+    outputs, updates, summed = solve_on_paths(q, k, v, g, beta, state, on_path)
+
+    def commit(node: int) -> Tensor:
+        if node < 0:
+            return state.clone()
+        leaf = summed[node]
+        weight = (leaf - summed).masked_fill(~on_path[node, :, None], float("-inf")).exp()  # (N, H)
+        written = torch.einsum("nhk,nhv->hkv", weight[..., None] * k.to(summed.dtype), updates)
+        return (leaf.exp()[:, None, None] * state.to(summed.dtype) + written).to(state.dtype)
+
+    return outputs.to(v.dtype), commit
+
+
+def solve_on_paths(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, on_path: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs o (N, H, Dv), updates u (N, H, Dv) and summed decays G (N, H) of the equations above, at least float32."""
     compute = torch.promote_types(state.dtype, torch.float32)
     q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
     start = state.to(compute)
@@ -68,11 +85,4 @@ def delta_rule_on_paths(
     right = beta[..., None] * (values - shrink * (k @ start))
     updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     outputs = shrink * (q @ start) + (decay * (q @ k.transpose(1, 2))) @ updates
-
-    def commit(node: int) -> Tensor:
-        if node < 0:
-            return state.clone()
-        written = (k * decay[:, node, :, None]).transpose(1, 2) @ updates
-        return (shrink[:, node, :, None] * start + written).to(state.dtype)
-
-    return outputs.transpose(0, 1).to(v.dtype), commit
+    return outputs.transpose(0, 1), updates.transpose(0, 1), summed.T

@@ -59,7 +59,7 @@ class EvalConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable"] = "auto"
-    """fused: whole rounds as CUDA graphs, greedy, dense Llama-like targets; portable: anything transformers runs; auto
+    """fused: whole rounds as CUDA graphs, greedy, dense Llama-like and hybrid targets; portable: anything transformers runs; auto
     takes fused on a GPU where it can."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from .errors import KitError
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
+from .shard_states import with_readable_states
 
 
 def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -> None:
     """Refuse a row whose shapes, ids or hidden states cannot be right.
 
     Args:
-        row: the row.
+        row: the row; best as it is stored, since rounding makes large values infinite and small ones zero.
         header: header of the shards.
-        taps_are_sound: the values were checked on the device already (``TapInspection``).
+        taps_are_sound: all states were checked on the device already (``TapInspection``).
 
     Raises:
-        KitError: naming the sample, the tapped layer where it is one, and what is wrong.
+        KitError: naming the sample, the tapped layer or the last hidden state where it is one, and what is wrong.
     """
     num_tokens = len(row.input_ids)
     if not row.id or num_tokens == 0:
@@ -30,14 +31,23 @@ def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -
             f"tokens x {header.num_taps} taps x {header.hidden_size} need {(num_tokens, header.row_width)}; "
             "short captures (prefix caching) are never padded"
         )
+    last_shape = None if row.last_hidden is None else tuple(row.last_hidden.shape)
+    wanted = (num_tokens, header.hidden_size) if header.has_last_hidden else None
+    if last_shape != wanted:
+        raise KitError(
+            f"sample {row.id}: the last hidden states have shape {last_shape} but these shards need {wanted}"
+        )
     if len(row.loss_mask) != num_tokens:
         raise KitError(f"sample {row.id}: loss mask has {len(row.loss_mask)} entries for {num_tokens} tokens")
     lowest, highest = (int(v) for v in row.input_ids.aminmax())
     if lowest < 0 or max(highest, row.next_token) >= header.vocab_size or row.next_token < NO_NEXT_TOKEN:
         raise KitError(f"sample {row.id}: token ids outside 0..{header.vocab_size - 1}")
     if not taps_are_sound:
+        row = with_readable_states(row)
         taps = row.hidden_states.view(num_tokens, header.num_taps, header.hidden_size)
-        _check_taps(row, taps, header.target_layer_ids)
+        _check_states(row, taps, [f"tap of layer {layer_id}" for layer_id in header.target_layer_ids])
+        if row.last_hidden is not None:
+            _check_states(row, row.last_hidden[:, None], ["last hidden state"])
 
 
 class TapInspection:
@@ -52,7 +62,7 @@ class TapInspection:
         self._sound = self._varies_K = torch.tensor(True)
 
     def add(self, taps_TKD: Tensor) -> None:
-        """Look at the next tokens' taps, (T, K, D) on any device."""
+        """Look at the next tokens' taps, (T, K, D) on any device; the last hidden state counts as one more."""
         lowest_TK, highest_TK = torch.aminmax(taps_TKD, dim=-1)
         sound = (lowest_TK.isfinite() & highest_TK.isfinite() & (lowest_TK != highest_TK)).all()
         if self._first_KD is None:
@@ -67,11 +77,11 @@ class TapInspection:
         return self._sound & self._varies_K.all()
 
 
-def _check_taps(row: Row, taps_TKD: Tensor, layer_ids: tuple[int, ...]) -> None:
+def _check_states(row: Row, taps_TKD: Tensor, names: list[str]) -> None:
     lowest_TK, highest_TK = torch.aminmax(taps_TKD, dim=-1)  # NaN in a row makes both NaN
     finite_TK = lowest_TK.isfinite() & highest_TK.isfinite()
     zero_TK = (lowest_TK == 0) & (highest_TK == 0)
-    for fault_TK, name in (
+    for fault_TK, fault in (
         (~finite_TK, "NaN or infinite"),
         (zero_TK, "all zero"),
         (lowest_TK == highest_TK, "constant"),
@@ -80,19 +90,17 @@ def _check_taps(row: Row, taps_TKD: Tensor, layer_ids: tuple[int, ...]) -> None:
             token, tap = fault_TK.nonzero()[0].tolist()
             count = int(fault_TK[:, tap].sum())
             raise KitError(
-                f"sample {row.id}: tap of layer {layer_ids[tap]} is {name} at token {token} "
+                f"sample {row.id}: {names[tap]} is {fault} at token {token} "
                 f"({count} of {len(fault_TK)} tokens); the capture is broken, no drafter can learn from it"
             )
-    _check_varies(row, taps_TKD, layer_ids)
+    _check_varies(row, taps_TKD, names)
 
 
-def _check_varies(row: Row, taps_TKD: Tensor, layer_ids: tuple[int, ...]) -> None:
+def _check_varies(row: Row, taps_TKD: Tensor, names: list[str]) -> None:
     """Refuse a tap that is the same at every token, unless every token is the same."""
     if len(taps_TKD) == 1 or bool((row.input_ids == row.input_ids[0]).all()):
         return
     suspects = (taps_TKD[0] == taps_TKD[-1]).all(-1).nonzero().flatten().tolist()
     for tap in suspects:
         if bool((taps_TKD[:, tap] == taps_TKD[0, tap]).all()):
-            raise KitError(
-                f"sample {row.id}: tap of layer {layer_ids[tap]} is constant over all {len(taps_TKD)} tokens"
-            )
+            raise KitError(f"sample {row.id}: {names[tap]} is constant over all {len(taps_TKD)} tokens")

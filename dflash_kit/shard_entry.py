@@ -48,6 +48,8 @@ def check_header(line: dict[str, Any]) -> dict[str, Any]:
     for name in {"vocab_size", "hidden_size", "num_taps"} & line.keys():
         count_in(line, name)
     _list(line, "target_layer_ids", int)
+    if not isinstance(line.get("has_last_hidden", False), bool):
+        raise ValueError(f"has_last_hidden is {line['has_last_hidden']!r}; true or false belongs there")
     if not isinstance(line.get("sampling", {}), dict):
         raise ValueError(f"sampling is {line['sampling']!r}; settings by name belong there")
     return line

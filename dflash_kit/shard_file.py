@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from .errors import KitError
 from .shard_entry import ShardEntry
-from .shard_format import HEADER_KEY, STORAGE_TYPES, Row, ShardsHeader, arrow_schema, new_hasher, row_checksum
+from .shard_format import (
+    ARROW_TYPES,
+    HEADER_KEY,
+    Row,
+    ShardsHeader,
+    arrow_schema,
+    new_hasher,
+    row_checksum,
+)
+from .shard_states import LAST_HIDDEN_DTYPE, STORED_DTYPES, with_stored_states
 
 # What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
 PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
@@ -29,7 +39,9 @@ class GrowingShard:
         self._header = header
         self._schema = arrow_schema(header)
         self._sink = _HashingSink(path, new_hasher(header.checksum))
-        self._writer = pa.ipc.new_file(self._sink, self._schema)
+        compression = None if header.compression == "none" else header.compression
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        self._writer = pa.ipc.new_file(self._sink, self._schema, options=options)
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +49,7 @@ class GrowingShard:
         return self._sink.num_bytes
 
     def add(self, row: Row) -> None:
-        """Append a row whose hidden states are in the stored dtype already."""
+        """Append a row as it is stored (``to_stored``)."""
         self._writer.write_batch(_to_batch(row, self._header, self._schema))
         self.ids.append(row.id)
         self.lengths.append(len(row.input_ids))
@@ -104,7 +116,7 @@ class _HashingSink:
 
 
 class ShardFile:
-    """A finished Arrow file, memory-mapped: tensors of its rows share the page cache.
+    """A finished Arrow file, memory-mapped: tensors of its rows share the page cache, unless the file is compressed.
 
     The mapping is private and copy-on-write, so a tensor that is written to never reaches the file.
     """
@@ -132,13 +144,16 @@ class ShardFile:
         return len(self._map)
 
     def row(self, index: int) -> tuple[Row, int]:
-        """A row, sharing the file's memory, and its stored checksum.
+        """A row as it is stored, sharing the file's memory, and its stored checksum.
 
         Raises:
             KitError: the bytes are damaged so far that they cannot be parsed.
         """
         try:
             batch = self._reader.get_batch(index)
+            batch.validate(
+                full=True
+            )  # damage may have sent a buffer out of the file, where reading it ends the process
             return self._to_row(batch), batch.column("checksum")[0].as_py()
         except PARSE_FAULTS as error:
             raise KitError(
@@ -146,7 +161,7 @@ class ShardFile:
             ) from error
 
     def sound_rows(self) -> list[Row]:
-        """All rows; ``KitError`` for one that does not match its checksum."""
+        """All rows as they are stored; ``KitError`` for one that does not match its checksum."""
         pairs = [self.row(index) for index in range(self.num_rows)]
         damaged = [row.id for row, checksum in pairs if row_checksum(self.header.checksum, row) != checksum]
         if damaged:
@@ -154,56 +169,66 @@ class ShardFile:
         return [row for row, _ in pairs]
 
     def _to_row(self, batch: pa.RecordBatch) -> Row:
-        dtype = STORAGE_TYPES[self.header.dtype][1]
-        states = batch.column("hidden_states").values.values
-        num_tokens = len(batch.column("input_ids").values)
+        header, num_tokens = self.header, len(batch.column("input_ids").values)
         mask = np.asarray(batch.column("loss_mask").values.to_numpy(zero_copy_only=False))
+
+        def states(name: str, dtype: torch.dtype, width: int) -> Tensor:
+            return self._view(batch.column(name).values.values, dtype).view(num_tokens, width)
+
         return Row(
             id=batch.column("id")[0].as_py(),
             input_ids=self._view(batch.column("input_ids").values, torch.int32),
             loss_mask=torch.from_numpy(mask.copy()),
-            hidden_states=self._view(states, dtype).view(num_tokens, self.header.row_width),
+            hidden_states=states("hidden_states", STORED_DTYPES[header.dtype], header.row_width),
             next_token=batch.column("next_token")[0].as_py(),
+            last_hidden=states("last_hidden", LAST_HIDDEN_DTYPE, header.hidden_size)
+            if header.has_last_hidden
+            else None,
+            scales=states("scales", torch.float32, header.num_taps) if header.dtype == "fp8" else None,
         )
 
     def _view(self, array: pa.Array, dtype: torch.dtype) -> Tensor:
-        """The array's values as a tensor over the mapping, without a copy."""
-        start = array.buffers()[1].address - self._buffer.address + array.offset * dtype.itemsize
+        """The array's values as a tensor over the mapping, without a copy; of compressed files a copy."""
+        data = array.buffers()[1]
+        if self.header.compression != "none":
+            raw = np.frombuffer(data, np.uint8, len(array) * dtype.itemsize, array.offset * dtype.itemsize)
+            return torch.from_numpy(raw.copy()).view(dtype)
+        start = data.address - self._buffer.address + array.offset * dtype.itemsize
         if not 0 <= start <= len(self._map) - len(array) * dtype.itemsize:
             raise ValueError("values outside of the file")
         return torch.frombuffer(self._map, dtype=dtype, count=len(array), offset=start)
 
 
 def to_stored(row: Row, header: ShardsHeader) -> Row:
-    """The row as it is stored: int32 ids, bool mask, hidden states in the stored dtype, on the CPU."""
-    return Row(
-        id=row.id,
+    """The row as it is stored: int32 ids, bool mask, states in their stored dtypes, on the CPU."""
+    return replace(
+        with_stored_states(row, header),
         input_ids=row.input_ids.to("cpu", torch.int32).contiguous(),
         loss_mask=row.loss_mask.to("cpu", torch.bool).contiguous(),
-        hidden_states=to_stored_states(row, header),
-        next_token=row.next_token,
     )
 
 
-def to_stored_states(row: Row, header: ShardsHeader) -> Tensor:
-    """The row's hidden states in the stored dtype, on the CPU; no copy where they are so already."""
-    return row.hidden_states.to("cpu", STORAGE_TYPES[header.dtype][1]).contiguous()
-
-
 def _to_batch(row: Row, header: ShardsHeader, schema: pa.Schema) -> pa.RecordBatch:
-    value_type = STORAGE_TYPES[header.dtype][0]
-    raw = row.hidden_states.view(torch.uint8).numpy()
-    values = pa.Array.from_buffers(value_type, row.hidden_states.numel(), [None, pa.py_buffer(raw)])
     offsets = pa.array([0, len(row.input_ids)], pa.int32())
-    columns = [
-        pa.array([row.id], pa.string()),
-        pa.ListArray.from_arrays(offsets, pa.array(row.input_ids.numpy())),
-        pa.ListArray.from_arrays(offsets, pa.array(row.loss_mask.numpy())),
-        pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, header.row_width)),
-        pa.array([row.next_token], pa.int32()),
-        pa.array([row_checksum(header.checksum, row)], pa.uint64()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    def states(tensor_TF: Tensor, value_type: pa.DataType) -> pa.Array:
+        raw = pa.py_buffer(tensor_TF.view(torch.uint8).numpy())
+        values = pa.Array.from_buffers(value_type, tensor_TF.numel(), [None, raw])
+        return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, tensor_TF.shape[1]))
+
+    columns = {
+        "id": pa.array([row.id], pa.string()),
+        "input_ids": pa.ListArray.from_arrays(offsets, pa.array(row.input_ids.numpy())),
+        "loss_mask": pa.ListArray.from_arrays(offsets, pa.array(row.loss_mask.numpy())),
+        "hidden_states": states(row.hidden_states, ARROW_TYPES[header.dtype]),
+        "next_token": pa.array([row.next_token], pa.int32()),
+        "checksum": pa.array([row_checksum(header.checksum, row)], pa.uint64()),
+    }
+    if row.scales is not None:
+        columns["scales"] = states(row.scales, pa.float32())
+    if row.last_hidden is not None:
+        columns["last_hidden"] = states(row.last_hidden, pa.uint16())
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _header_of(schema: pa.Schema) -> ShardsHeader:

@@ -15,7 +15,7 @@ Shape legend: T tokens with states, K taps, D hidden size.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .errors import KitError
+from .shard_states import LAST_HIDDEN_DTYPE, STORED_DTYPES
 from .target import TargetSpec
 
 FORMAT_VERSION = 1
@@ -33,7 +34,8 @@ SHARD_GLOB = "shard-*.arrow"
 INCOMPLETE_SUFFIX = ".incomplete"
 NO_NEXT_TOKEN = -1
 HEADER_KEY = b"dflash_kit.header"
-STORAGE_TYPES = {"bfloat16": (pa.uint16(), torch.bfloat16), "float32": (pa.float32(), torch.float32)}
+ARROW_TYPES = {"bfloat16": pa.uint16(), "float32": pa.float32(), "fp8": pa.uint8()}
+COMPRESSIONS = ("none", "zstd")
 # Fields that say where the target was read from; a moved folder is still the same target.
 PLACE_FIELDS = {"target_name"}
 # Fields that may be unknown (None): older shards lack them, and a hub id's weights may not have been there.
@@ -71,7 +73,11 @@ class ShardsHeader:
     num_taps: int
     """K: number of taps."""
     dtype: str = "bfloat16"
-    """Stored type of the hidden states: bfloat16 (as bits) or float32."""
+    """Stored type of the hidden states: bfloat16 (as bits), float32, or fp8 (float8_e4m3 as bits, and scales)."""
+    compression: str = "none"
+    """Compression of the file's buffers: none or zstd."""
+    has_last_hidden: bool = False
+    """Whether rows also hold the last layer's output before the final norm."""
     compute_dtype: str
     """Type in which the target computed them."""
     engine: str
@@ -86,8 +92,10 @@ class ShardsHeader:
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
             raise KitError(f"shards have format version {self.format_version}; this program reads {FORMAT_VERSION}")
-        if self.dtype not in STORAGE_TYPES:
-            raise KitError(f"shards dtype is {self.dtype!r}; allowed: {', '.join(STORAGE_TYPES)}")
+        if self.dtype not in STORED_DTYPES:
+            raise KitError(f"shards dtype is {self.dtype!r}; allowed: {', '.join(STORED_DTYPES)}")
+        if self.compression not in COMPRESSIONS:
+            raise KitError(f"shards compression is {self.compression!r}; allowed: {', '.join(COMPRESSIONS)}")
         if self.num_taps != len(self.target_layer_ids) or not self.target_layer_ids:
             raise KitError(f"num_taps is {self.num_taps} but target_layer_ids are {list(self.target_layer_ids)}")
 
@@ -115,15 +123,7 @@ class ShardsHeader:
     def from_dict(cls, values: dict[str, Any]) -> "ShardsHeader":
         """Read a header; ``KitError`` for unknown or missing fields (written by another version)."""
         known = {f.name for f in fields(cls)}
-        optional = {
-            "format_version",
-            "layer_id_convention",
-            "dtype",
-            "sampling",
-            "checksum",
-            "weights_hash",
-            "eos_token_ids",
-        }
+        optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
         odd = sorted(set(values) ^ known - (optional - set(values)))
         if odd:
             raise KitError(f"shards header has unknown or missing fields {odd}; it was written by another version")
@@ -141,9 +141,22 @@ class ShardsHeader:
         return self.num_taps * self.hidden_size
 
     @property
+    def states_dtype(self) -> torch.dtype:
+        """Type of the hidden states of the rows that readers hand out."""
+        return torch.bfloat16 if self.dtype == "fp8" else STORED_DTYPES[self.dtype]
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in a shard, metadata left out."""
-        return self.row_width * STORAGE_TYPES[self.dtype][1].itemsize + 5
+        """Bytes that one token takes in a shard before compression, metadata left out."""
+        last_bytes = self.hidden_size * LAST_HIDDEN_DTYPE.itemsize if self.has_last_hidden else 0
+        scale_bytes = 4 * self.num_taps if self.dtype == "fp8" else 0
+        return self.row_width * STORED_DTYPES[self.dtype].itemsize + scale_bytes + last_bytes + 5
+
+    def captured_layer_ids(self, num_layers: int) -> list[int]:
+        """Layers of a target of ``num_layers`` whose outputs an engine captures: the taps and, for the last hidden state,
+        the last layer, unless it is tapped anyway. ``split_captured`` takes them apart."""
+        last = {num_layers - 1} if self.has_last_hidden else set()
+        return sorted({*self.target_layer_ids, *last})
 
     def require_compatible(self, other: "ShardsHeader | TargetSpec", what: str = "these shards") -> None:
         """Refuse shards of another target, or written with other settings.
@@ -191,6 +204,10 @@ class Row:
     """(T, K * D), bfloat16 or as the header's dtype says: taps in layer-id order."""
     next_token: int = NO_NEXT_TOKEN
     """The token that the target said last (an end token or the one at the length limit); -1: none."""
+    last_hidden: Tensor | None = None
+    """(T, D) bfloat16: the last layer's output before the final norm; None where the header has none."""
+    scales: Tensor | None = None
+    """(T, K) float32: only in rows as fp8 shards store them, whose hidden states are float8; readers hand out the product."""
 
     @property
     def is_generated(self) -> bool:
@@ -210,16 +227,23 @@ class Row:
 
 def arrow_schema(header: ShardsHeader) -> pa.Schema:
     """Columns of a shard; the header travels in the schema's metadata, too."""
-    value_type = STORAGE_TYPES[header.dtype][0]
+
+    def per_token(value_type: pa.DataType, width: int) -> pa.DataType:
+        return pa.list_(pa.list_(value_type, width))
+
+    columns = {
+        "id": pa.string(),
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "hidden_states": per_token(ARROW_TYPES[header.dtype], header.row_width),
+    }
+    if header.dtype == "fp8":
+        columns["scales"] = per_token(pa.float32(), header.num_taps)
+    if header.has_last_hidden:
+        columns["last_hidden"] = per_token(pa.uint16(), header.hidden_size)
+    columns |= {"next_token": pa.int32(), "checksum": pa.uint64()}
     return pa.schema(
-        [
-            pa.field("id", pa.string(), nullable=False),
-            pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
-            pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-            pa.field("hidden_states", pa.list_(pa.list_(value_type, header.row_width)), nullable=False),
-            pa.field("next_token", pa.int32(), nullable=False),
-            pa.field("checksum", pa.uint64(), nullable=False),
-        ],
+        [pa.field(name, kind, nullable=False) for name, kind in columns.items()],
         metadata={HEADER_KEY: json.dumps(header.to_dict(), sort_keys=True).encode()},
     )
 
@@ -247,12 +271,14 @@ def new_hasher(algorithm: str) -> Any:
 
 
 def row_checksum(algorithm: str, row: Row) -> int:
-    """Checksum of everything in a row, as stored: ``row.hidden_states`` must be in the stored dtype."""
+    """Checksum of everything in a row, as stored (``with_stored_states``)."""
     hasher = new_hasher(algorithm)
     hasher.update(row.id.encode() + b"\0" + str(row.next_token).encode())
     hasher.update(row.input_ids.contiguous().numpy())
     hasher.update(row.loss_mask.contiguous().numpy())
-    hasher.update(row.hidden_states.contiguous().view(torch.uint8).numpy())
+    for states in (row.hidden_states, row.scales, row.last_hidden):
+        if states is not None:
+            hasher.update(states.contiguous().view(torch.uint8).numpy())
     return int(hasher.hexdigest(), 16)
 
 

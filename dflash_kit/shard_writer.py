@@ -12,7 +12,7 @@ write to two files do not. Numbers are given out when a shard is begun; one that
 import os
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from .errors import KitError, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_entry import ShardEntry
-from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored, to_stored_states
+from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
 from .shard_folder import (
     make_folder,
     orphans,
@@ -34,6 +34,7 @@ from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
 from .shard_journal import Journal
 from .shard_manifest import Manifest, read_manifest
 from .shard_share import Share
+from .shard_states import with_stored_states
 
 DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_SHARD_AGE_S = 120.0
@@ -106,7 +107,7 @@ class ShardWriter:
             raise
 
     def add(self, row: Row, *, lane: int = 0, taps_are_sound: bool = False) -> None:
-        """Append a row; its hidden states are rounded to the stored dtype.
+        """Append a row; its states are rounded to the stored dtypes.
 
         Args:
             row: the row.
@@ -118,7 +119,7 @@ class ShardWriter:
                 disk is full (then finished shards are intact and the unfinished one is dropped).
         """
         # What is stored counts: rounding makes large values infinite and small ones zero.
-        row = replace(row, hidden_states=to_stored_states(row, self.header))
+        row = with_stored_states(row, self.header)
         check_row(row, self.header, taps_are_sound=taps_are_sound)
         with uninterrupted():
             self._add(row, lane)

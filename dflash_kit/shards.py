@@ -18,6 +18,7 @@ from .shard_file import ShardFile
 from .shard_folder import REPETITION_HELP
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
 from .shard_manifest import read_manifests, without_garbage_collection
+from .shard_states import with_readable_states
 from .shard_verify import ShardsReport, verify_shards
 from .shard_writer import ShardWriter
 
@@ -38,7 +39,8 @@ MAX_OPEN_FILES = 64
 class Shards(Sequence[Row]):
     """Rows of a shards folder: writer by writer (in the order of their manifests' names), as they were finished.
 
-    Tensors share the page cache with the file (no copy); they stay valid as long as they are referenced.
+    Tensors share the page cache with the file (no copy; of compressed shards and the states of fp8 shards they are made for
+    each row); they stay valid as long as they are referenced.
     Instances can be pickled to worker processes, which map the files anew.
     """
 
@@ -98,7 +100,7 @@ class Shards(Sequence[Row]):
         file = self._file(shard_index)
         row, checksum = file.row(position - first)
         self._verify(row, checksum, position, file.path)
-        return row
+        return with_readable_states(row)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))

@@ -1,6 +1,6 @@
 """The two ends of the target that the drafter borrows: token embedding and output head, frozen.
 
-Only these tensors are read from the target's safetensors, never the whole model.
+Only these tensors are read from the target's safetensors, never the whole model; for distillation the final norm, too.
 Shape legend: V vocabulary, D hidden size.
 """
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import KitError
+from .final_norm import bare_final_norm
 from .finite import is_finite
 from .target import load_config
 
@@ -35,6 +36,8 @@ class TargetEnds:
     """Gemma multiplies embeddings by sqrt(D)."""
     logit_softcap: float | None = None
     """Gemma's ``final_logit_softcapping``."""
+    final_norm: nn.Module | None = None
+    """The norm in front of the head, where it was asked for; applied to stored last hidden states only."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings (..., D) of integer token ids (...)."""
@@ -65,8 +68,9 @@ class TargetEnds:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         revision: str | None = None,
+        with_final_norm: bool = False,
     ) -> "TargetEnds":
-        """Read just the two tensors of a folder or hub id.
+        """Read just the two tensors of a folder or hub id, and the few of the final norm if asked to.
 
         Raises:
             KitError: no safetensors there, or a tensor is missing (an untied target without ``lm_head`` is refused:
@@ -89,13 +93,36 @@ class TargetEnds:
             raise KitError(
                 f"target {path} is not tied (tie_word_embeddings=false) but has no {HEAD_NAME}; its weights are incomplete"
             )
-        return cls(embedding=embedding, head=head, **_scalings(config))
+        norm = None
+        if with_final_norm:
+            decoder = embedding_names[0].removesuffix(EMBEDDING_SUFFIX)
+            norm = _final_norm(config, files, decoder, device, dtype)
+        return cls(embedding=embedding, head=head, final_norm=norm, **_scalings(config))
 
 
 def _scalings(config: Any) -> dict[str, Any]:
     text = config.get_text_config()
     scale = text.hidden_size**0.5 if text.model_type.startswith("gemma") else 1.0
     return {"embedding_scale": scale, "logit_softcap": getattr(text, "final_logit_softcapping", None)}
+
+
+def _final_norm(
+    config: Any,
+    files: dict[str, tuple[str, str | None, str]],
+    decoder: str,
+    device: str | torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """The frozen final norm with its weights, which stand beside the embedding's under the prefix ``decoder``."""
+    name, module = bare_final_norm(config)
+    weights = {}
+    for key in module.state_dict():
+        full = f"{decoder}{name}.{key}"
+        if full not in files:
+            raise KitError(f"the target has no tensor {full}, which distillation needs; its weights are incomplete")
+        weights[key] = _read(files[full], full, device, dtype)
+    module.load_state_dict(weights, assign=True)
+    return module.eval().requires_grad_(False)
 
 
 def _tensor_files(path: str | Path, revision: str | None) -> dict[str, tuple[str, str | None, str]]:

@@ -10,10 +10,10 @@ writer through ``worker_extension_cls="dflash_kit.vllm_worker.WriterAccess"``.
 A request becomes a row when its ``kv_transfer_params`` hold ``sample_id``. With ``include_output_tokens``
 the row is the prompt and the response (whose last token has no states and becomes ``next_token``), else the
 prompt, supervised where ``loss_spans`` say. vLLM counts layers from the embeddings: its id k + 1 is our tap
-k.
+k. The last hidden state is the output of the last layer, which vLLM hands out before the final norm.
 
-Written for vLLM 0.26 (CUDA) and 0.32 (CPU), which differ in the layout of the cache. Shape legend: N blocks
-of the cache, S tokens per block, K taps, D hidden size, T tokens.
+Written for vLLM 0.26 (CUDA) and 0.32 (CPU), which differ in the layout of the cache. Shape legend: see
+``vllm_copy``.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,10 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionB
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from dflash_kit.errors import KitError
-from dflash_kit.shard_checks import TapInspection
-from dflash_kit.shard_format import NO_NEXT_TOKEN, STORAGE_TYPES, Row, ShardsHeader
+from dflash_kit.shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
 from dflash_kit.shard_sink import PendingRow, ShardSink, num_writer_lanes
 from dflash_kit.shard_writer import ShardWriter
+from dflash_kit.vllm_copy import StateCopier
 from dflash_kit.vllm_worker import end_with_driver
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ if TYPE_CHECKING:
 
 # Ways to finish with a complete response; aborted, ignored and failed requests leave no row.
 COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
-# 0.26 keeps a block's tokens in front of its taps (N, S, K, D), 0.32 behind them (N, K, S, D).
+# 0.26 keeps a block's tokens in front of its layers (N, S, L, D), 0.32 behind them (N, L, S, D).
 TOKENS_BEFORE_TAPS = "get_kv_cache_shape" in vars(CacheOnlyAttentionBackend)
-# Device memory that one copy's gathered states take at a time: vLLM has claimed nearly all there is.
-PIECE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -78,20 +76,6 @@ class FinishedRequests(KVConnectorMetadata):
     requests: list[FinishedRequest] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A request's states on, or on their way to, the host."""
-
-    states_TF: Tensor
-    """(T, K * D) on the host."""
-    is_done: Callable[[], bool] = lambda: True
-    """Whether the copy is complete."""
-    wait: Callable[[], object] | None = None
-    """Waits for it; None: complete."""
-    taps_are_sound: Tensor | None = None
-    """What the GPU found, on the host once the copy is complete."""
-
-
 class ShardConnector(KVConnectorBase_V1, SupportsHMA):
     """Store-only connector; see the module's docstring."""
 
@@ -101,11 +85,9 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         # Scheduler side
         self._finished: list[FinishedRequest] = []
         # Worker side
-        self._cache_NSKD: Tensor | None = None
+        self._copier: StateCopier | None = None
         self._sink: ShardSink | None = None
         self._error: str | None = None
-        self._dtype = torch.bfloat16
-        self._copy_stream: Any = None
         self._copies: dict[str, Callable[[], bool]] = {}
 
     # Scheduler side
@@ -161,17 +143,15 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         if len(layers) != 1:
             raise RuntimeError(f"expected one layer that caches hidden states, found {list(layers)}")
         cache = kv_caches[next(iter(layers))]
-        self._cache_NSKD = cache if TOKENS_BEFORE_TAPS else cache.transpose(1, 2)
+        cache_NSLD = cache if TOKENS_BEFORE_TAPS else cache.transpose(1, 2)
         self._extra = self._kv_transfer_config.kv_connector_extra_config
         self._header = ShardsHeader.from_dict(self._extra["header"])
-        self._dtype = STORAGE_TYPES[self._header.dtype][1]
+        expected = (self._block_size, self._extra["num_captured_layers"], self._header.hidden_size)
+        if tuple(cache_NSLD.shape[1:]) != expected:
+            raise RuntimeError(f"hidden-states cache has blocks {cache_NSLD.shape[1:]}, not {expected}")
+        self._copier = StateCopier(cache_NSLD, self._header)
+        self._num_lanes = num_writer_lanes() if cache_NSLD.is_cuda else 1
         self._start()
-        header = self._header
-        expected = (self._block_size, header.num_taps, header.hidden_size)
-        if tuple(self._cache_NSKD.shape[1:]) != expected:
-            raise RuntimeError(f"hidden-states cache has blocks {self._cache_NSKD.shape[1:]}, not {expected}")
-        if self._cache_NSKD.is_cuda:
-            self._copy_stream = torch.cuda.Stream()
 
     def _start(self) -> None:
         """Open the shards, which are written for the driver that has started this engine."""
@@ -182,8 +162,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._extra
         try:
             writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
-            lanes = num_writer_lanes() if self._cache_NSKD is not None and self._cache_NSKD.is_cuda else 1
-            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=lanes)
+            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=self._num_lanes)
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)
             return None
@@ -208,7 +187,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         beside this one.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._cache_NSKD is not None and isinstance(connector_metadata, FinishedRequests):
+        if self._copier is not None and isinstance(connector_metadata, FinishedRequests):
             for request in connector_metadata.requests:
                 self._copies[request.request_id] = self._capture(request)
 
@@ -221,7 +200,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _capture(self, request: FinishedRequest) -> Callable[[], bool]:
         """Queue the request's row; returns a test for "its blocks may be reused"."""
-        if self._sink is None:
+        if self._sink is None or self._copier is None:
             return lambda: True
         if self._lacks_states(request):
             self._sink.fail(
@@ -229,7 +208,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
                 "tokens, as versions do that cannot restore shared prefixes; set prefix_caching false"
             )
             return lambda: True
-        copied = self._copy_out(request.block_ids, len(request.token_ids))
+        copied = self._copier.copy(request.block_ids, len(request.token_ids))
         mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
         for start, end in request.loss_spans:
             mask[start:end] = True
@@ -237,49 +216,16 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             id=request.sample_id,
             input_ids=torch.tensor(request.token_ids, dtype=torch.int32),
             loss_mask=mask,
-            hidden_states=copied.states_TF,
             next_token=request.next_token,
+            **copied.parts,
         )
-        self._sink.submit(PendingRow(row, copied.states_TF.nbytes, copied.wait, copied.taps_are_sound))
+        self._sink.submit(PendingRow(row, copied.num_bytes, copied.wait, copied.taps_are_sound))
         return copied.is_done
 
     def _lacks_states(self, request: FinishedRequest) -> bool:
         """Whether part of its tokens has no block of states, or vLLM's placeholder (block 0) for one."""
         needed = -(-len(request.token_ids) // self._block_size)
         return len(request.block_ids) < needed or 0 in request.block_ids[:needed]
-
-    def _copy_out(self, block_ids: list[int], num_tokens: int) -> "_Copied":
-        """Gather a request's states, round them to the stored dtype and bring them to the host.
-
-        On a GPU everything is queued on a stream of its own, beside the running model, in pieces of bounded size, and
-        the states are checked there.
-        """
-        assert self._cache_NSKD is not None
-        index = torch.tensor(block_ids[: -(-num_tokens // self._block_size)])  # the request may hold a spare block
-        if self._copy_stream is None:
-            return _Copied(self._gather(index, num_tokens).flatten(1))
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            index = index.pin_memory().to(self._cache_NSKD.device, non_blocking=True)
-            host_TF = torch.empty(num_tokens, self._header.row_width, dtype=self._dtype, pin_memory=True)
-            sound = torch.empty((), dtype=torch.bool, pin_memory=True)
-            inspection = TapInspection()
-            num_blocks = max(1, PIECE_BYTES // (self._block_size * self._header.row_width * self._dtype.itemsize))
-            for start in range(0, len(index), num_blocks):
-                first = start * self._block_size
-                taps_TKD = self._gather(index[start : start + num_blocks], num_tokens - first)
-                inspection.add(taps_TKD)
-                host_TF[first : first + len(taps_TKD)].copy_(taps_TKD.flatten(1), non_blocking=True)
-            sound.copy_(inspection.result(), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._copy_stream)
-        return _Copied(host_TF, event.query, event.synchronize, sound)
-
-    def _gather(self, index_N: Tensor, num_tokens: int) -> Tensor:
-        """Taps (T, K, D) of the tokens in these blocks, at most ``num_tokens`` of them, in the stored dtype."""
-        assert self._cache_NSKD is not None
-        blocks_NSKD = self._cache_NSKD.index_select(0, index_N)
-        return blocks_NSKD.flatten(0, 1)[:num_tokens].to(self._dtype).contiguous()
 
     def status(self) -> dict[str, Any] | None:
         """The sink's status; None on ranks that do not write."""

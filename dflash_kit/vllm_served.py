@@ -50,7 +50,7 @@ class ServedShardConnector(ShardConnector):
 
     def describe(self) -> dict[str, Any] | None:
         """What the server writes, and where: ``header``, ``folder``, ``rank`` and ``world_size``."""
-        if self._cache_NSKD is None:
+        if self._copier is None:
             return None
         share = self._share
         return {
@@ -70,7 +70,7 @@ class ServedShardConnector(ShardConnector):
             ``error`` (None: all is well), and then ``session``, ``notes`` on what was mended, and ``manifest_bytes`` and
             ``manifest_sha256`` of the share's manifest, which only grows: by these a client knows the folder.
         """
-        if self._cache_NSKD is None:
+        if self._copier is None:
             return None
         if self._session == 0:
             end_with_driver(server_pid, self.shutdown)
@@ -91,13 +91,13 @@ class ServedShardConnector(ShardConnector):
 
     def session_status(self, session: int) -> dict[str, Any] | None:
         """As ``status``, for the client of this session."""
-        if self._cache_NSKD is None:
+        if self._copier is None:
             return None
         return self._taken_over(session) or self._with_repeated(self.status())
 
     def finish_session(self, session: int, summary: dict[str, Any] | None) -> dict[str, Any] | None:
         """As ``finish``: the shards are finished and the folder is released."""
-        if self._cache_NSKD is None:
+        if self._copier is None:
             return None
         return self._taken_over(session) or self._with_repeated(self.finish(summary))
 

@@ -39,6 +39,11 @@ class Job:
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
 
+    @property
+    def captured_layer_ids(self) -> list[int]:
+        """Layers whose outputs the engine is to keep; see ``ShardsHeader.captured_layer_ids``."""
+        return self.header.captured_layer_ids(self.spec.num_layers)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

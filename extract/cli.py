@@ -164,6 +164,8 @@ def make_header(config: ExtractConfig, spec: TargetSpec, server: Server | None =
         spec,
         target_layer_ids=layer_ids,
         dtype=config.storage,
+        compression=config.compression,
+        has_last_hidden=config.last_hidden,
         compute_dtype=auto_dtype if config.dtype == "auto" else config.dtype,
         engine=config.engine,
         engine_version=ENGINE_VERSIONS[config.engine]() if version is None else version,

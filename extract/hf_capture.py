@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kit.shard_states import split_captured
 from dflash_kit.shards import NO_NEXT_TOKEN, Row, ShardWriter
 from dflash_kit.target import TapRecorder, load_target
 
@@ -95,9 +96,9 @@ def _row(target: Any, job: Job, sample: Sample, response: list[int] | None) -> R
         token_ids, next_token = sample.token_ids + response[:-1], response[-1]
         spans = [(len(sample.token_ids), len(token_ids))]
     ids_BT = torch.tensor([token_ids], device=target.device)
-    with TapRecorder(target, job.header.target_layer_ids) as recorder:
+    with TapRecorder(target, job.captured_layer_ids) as recorder:
         target(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
-        states_TF = recorder.taps()[0]
+        taps_TF, last_TD = split_captured(recorder.taps()[0], job.header)
     mask = torch.zeros(len(token_ids), dtype=torch.bool)
     for start, end in spans:
         mask[start:end] = True
@@ -105,6 +106,7 @@ def _row(target: Any, job: Job, sample: Sample, response: list[int] | None) -> R
         id=sample.id,
         input_ids=ids_BT[0].cpu(),
         loss_mask=mask,
-        hidden_states=states_TF.clone(),  # leave inference mode
+        hidden_states=taps_TF.clone(),  # leave inference mode
+        last_hidden=None if last_TD is None else last_TD.clone(),
         next_token=next_token,
     )

@@ -19,7 +19,7 @@ from dflash_kit.target import TapRecorder, load_target
 
 # Nine tokens in ten must be within these relative differences; bfloat16 rounds 30 layers deep.
 LIMITS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
-STORED_LIMITS = {"float32": 0.0, "bfloat16": 4e-3}
+STORED_LIMITS = {"float32": 0.0, "bfloat16": 4e-3, "fp8": 0.04}
 MAX_ROW_TOKENS = 2048
 
 
@@ -30,7 +30,7 @@ class Parity:
     num_rows: int
     num_tokens: int
     error: float
-    """Relative difference to transformers that nine tokens in ten stay below, in the worst tap."""
+    """Relative difference to transformers that nine tokens in ten stay below, in the worst tap or last hidden state."""
     limit: float
     """What was allowed."""
 
@@ -47,7 +47,7 @@ class ParityError(KitError):
     Args:
         message: for people.
         sample: id of the row.
-        layer: the tapped layer.
+        layer: the layer whose output they are.
         difference: relative, as ``Parity.error``.
     """
 
@@ -80,7 +80,7 @@ def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = Non
         revision: hub revision of the target.
 
     Raises:
-        ParityError: naming the sample and the tapped layer.
+        ParityError: naming the sample and the tapped layer, or the last hidden state.
         KitError: a target that transformers cannot load.
     """
     shards = open_shards(folder)
@@ -92,23 +92,33 @@ def check_parity(folder: Path, ids: Sequence[str], *, revision: str | None = Non
         target = load_target(header.target_name, dtype=dtype, device=device, revision=revision)
     except torch.OutOfMemoryError as full:
         raise KitError("the target does not fit one device for the parity check; pass --parity 0") from full
-    limit = LIMITS[header.compute_dtype] + STORED_LIMITS[header.dtype]
-    worst = max((_worst_tap(target, row, header, limit) for row in rows), default=0.0)
+    worst = max((_worst_state(target, row, header) for row in rows), default=0.0)
     num_tokens = sum(min(len(row.input_ids), MAX_ROW_TOKENS) for row in rows)
-    return Parity(len(rows), num_tokens, worst, limit)
+    return Parity(len(rows), num_tokens, worst, _limit(header, header.dtype))
 
 
-def _worst_tap(target: Any, row: Row, header: ShardsHeader, limit: float) -> float:
+def _limit(header: ShardsHeader, stored_dtype: str) -> float:
+    return LIMITS[header.compute_dtype] + STORED_LIMITS[stored_dtype]
+
+
+def _worst_state(target: Any, row: Row, header: ShardsHeader) -> float:
     num_tokens, worst = min(len(row.input_ids), MAX_ROW_TOKENS), 0.0
-    layers = _layer_outputs(target, row.input_ids[:num_tokens], header)
-    taps_TKD = row.hidden_states[:num_tokens].view(num_tokens, header.num_taps, header.hidden_size).float()
-    for tap, layer_id in enumerate(header.target_layer_ids):
-        error = _difference(taps_TKD[:, tap], layers[layer_id])
-        neighbours = [_difference(taps_TKD[:, tap], layers[i]) for i in (layer_id - 1, layer_id + 1) if i in layers]
+    captured = header.captured_layer_ids(_num_layers(target))
+    layers = _layer_outputs(target, row.input_ids[:num_tokens], captured)
+    taps = row.hidden_states[:num_tokens].split(header.hidden_size, dim=-1)
+    states = [
+        (f"tap of layer {i}", i, tap_TD, header.dtype) for i, tap_TD in zip(header.target_layer_ids, taps, strict=True)
+    ]
+    if row.last_hidden is not None:
+        states.append(("last hidden state", captured[-1], row.last_hidden[:num_tokens], "bfloat16"))
+    for name, layer_id, stored_TD, stored_dtype in states:
+        state_TD, limit = stored_TD.float(), _limit(header, stored_dtype)
+        error = _difference(state_TD, layers[layer_id])
+        neighbours = [_difference(state_TD, layers[i]) for i in (layer_id - 1, layer_id + 1) if i in layers]
         if not error <= limit or any(error > other / 2 for other in neighbours):
-            closest = min(layers, key=lambda i: _difference(taps_TKD[:, tap], layers[i]))
+            closest = min(layers, key=lambda i: _difference(state_TD, layers[i]))
             raise ParityError(
-                f"sample {row.id}: tap of layer {layer_id} differs from transformers by {error:.2g} (relative; "
+                f"sample {row.id}: {name} differs from transformers by {error:.2g} (relative; "
                 f"limit {limit:.2g}); of the layers compared, it is nearest to {closest}. These shards are not fit to "
                 "train on: delete them, and report the engine's version (--parity 0 skips this check)",
                 sample=row.id,
@@ -120,14 +130,18 @@ def _worst_tap(target: Any, row: Row, header: ShardsHeader, limit: float) -> flo
 
 
 @torch.inference_mode()
-def _layer_outputs(target: Any, input_ids: Tensor, header: ShardsHeader) -> dict[int, Tensor]:
-    """(T, D) float32 on the CPU: outputs of the tapped layers and of those beside them, by layer id."""
-    near = {layer + step for layer in header.target_layer_ids for step in (-1, 0, 1)}
-    ids = sorted(i for i in near if 0 <= i < target.config.get_text_config().num_hidden_layers)
+def _layer_outputs(target: Any, input_ids: Tensor, captured: list[int]) -> dict[int, Tensor]:
+    """(T, D) float32 on the CPU: outputs of the captured layers and of those beside them, by layer id."""
+    near = {layer + step for layer in captured for step in (-1, 0, 1)}
+    ids = sorted(i for i in near if 0 <= i < _num_layers(target))
     with TapRecorder(target, ids) as recorder:
         target(input_ids=input_ids[None].long().to(target.device), use_cache=False, logits_to_keep=1)
         taps_TF = recorder.taps()[0].float().cpu()
-    return dict(zip(ids, taps_TF.split(header.hidden_size, dim=-1), strict=True))
+    return dict(zip(ids, taps_TF.chunk(len(ids), dim=-1), strict=True))
+
+
+def _num_layers(target: Any) -> int:
+    return int(target.config.get_text_config().num_hidden_layers)
 
 
 def _difference(states_TD: Tensor, expected_TD: Tensor) -> float:

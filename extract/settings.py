@@ -82,8 +82,15 @@ class ExtractConfig:
     """0-based layers whose outputs are tapped, in ascending order."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type in which the target computes; auto: bfloat16 on a GPU, float32 on a CPU."""
-    storage: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which hidden states are stored; float32 takes twice the space and is for parity checks."""
+    storage: Literal["bfloat16", "float32", "fp8"] = "bfloat16"
+    """Type in which hidden states are stored; float32 takes twice the space and is for parity checks, fp8 takes half of it
+    (float8_e4m3 with a scale for each token and tap, at most 1/16 off) and is turned back into bfloat16 as it is read."""
+    compression: Literal["none", "zstd"] = "none"
+    """zstd: compressed shards, somewhat smaller and much slower; they are unpacked into memory row by row as they are read
+    (uncompressed ones are mapped into memory without a copy)."""
+    last_hidden: bool = False
+    """Store the target's last hidden state (the last layer's output before the final norm), too, as bfloat16: one tap's
+    space more."""
     max_shard_bytes: int = 256 << 20
     """Size at which a shard is finished, in bytes."""
     max_num_seqs: int | None = None

@@ -139,7 +139,7 @@ def check_engine_args(extra: dict[str, Any], own: Iterable[str], known: list[str
 
 def extraction_method(job: Job) -> dict[str, Any]:
     """Argument ``speculative_config``: the "drafter" that only keeps states."""
-    layers = [layer_id + 1 for layer_id in job.header.target_layer_ids]  # vLLM counts from the embeddings
+    layers = [layer_id + 1 for layer_id in job.captured_layer_ids]  # vLLM counts from the embeddings
     return {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -156,6 +156,7 @@ def connector(job: Job) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "folder": str(job.folder.absolute()),
             "header": job.header.to_dict(),
+            "num_captured_layers": len(job.captured_layer_ids),
             "writer": {**asdict(job.share), "max_shard_bytes": job.max_shard_bytes},
             "driver_pid": os.getpid(),
             "max_pending_bytes": PENDING_BYTES,

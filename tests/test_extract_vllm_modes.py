@@ -97,12 +97,13 @@ def test_a_request_without_all_its_states_stops_the_run_and_names_the_setting(se
     """As where an engine does not restore shared prefixes: too few blocks, or a placeholder (block 0) for one."""
     from dflash_kit.shard_sink import ShardSink
     from dflash_kit.vllm_connector import FinishedRequest, ShardConnector
+    from dflash_kit.vllm_copy import StateCopier
 
     header = setting[0].header
     connector = object.__new__(ShardConnector)
     connector._sink, connector._block_size = ShardSink(ShardWriter(tmp_path / "shards", header)), 16
-    connector._header, connector._dtype, connector._copy_stream = header, torch.float32, None
-    connector._cache_NSKD = torch.randn(4, 16, header.num_taps, header.hidden_size)
+    cache = torch.randn(4, 16, header.num_taps, header.hidden_size)
+    connector._copier = StateCopier(cache, header)
     whole = FinishedRequest("r1", "whole", list(range(40)), 7, [[20, 40]], [3, 2, 1])
     assert connector._capture(whole)()
     assert connector.flush()["error"] is None

@@ -70,6 +70,25 @@ def test_equals_a_pass_per_path(num_nodes: int, heads: int, key: int, value: int
         assert torch.equal(inputs["state"], kept)
 
 
+def test_a_large_deep_tree_equals_a_pass_per_path() -> None:
+    """257 rows, 16 levels behind the root row, as a budget of 256 gives them; every third node's state as well."""
+    generator = torch.Generator().manual_seed(7)
+    parents, depths = [-1], [0]
+    for node in range(1, 257):
+        parent = node - 1 if node <= 16 else int(torch.randint(0, node, (1,), generator=generator))
+        while depths[parent] >= 16:
+            parent = parents[parent]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    assert max(depths) == 16
+    inputs = random_inputs(257, 2, 16, 8, 5)
+    expected, states = sequential(inputs, torch.tensor(parents))
+    outputs, commit = tree_delta_rule(**inputs, parents=torch.tensor(parents))
+    torch.testing.assert_close(outputs, expected, atol=1e-10, rtol=1e-10)
+    for node in range(0, 257, 3):
+        torch.testing.assert_close(commit(node), states[node], atol=1e-10, rtol=1e-10)
+
+
 def test_siblings_do_not_see_each_other() -> None:
     inputs = random_inputs(6, 2, 8, 8, 1)
     parents = torch.tensor([-1, -1, 0, 0, 1, 2])

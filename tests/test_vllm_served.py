@@ -17,6 +17,7 @@ BLOCK_TOKENS = 16
 def connector(tiny_target, tmp_path, monkeypatch):
     """On a rank that writes, as ``register_kv_caches`` leaves it."""
     from dflash_kit import vllm_served
+    from dflash_kit.vllm_copy import StateCopier
 
     watched = []
     monkeypatch.setattr(vllm_served, "end_with_driver", lambda pid, finish: watched.append(pid))
@@ -28,8 +29,9 @@ def connector(tiny_target, tmp_path, monkeypatch):
     connector._session, connector._captured, connector._repeated = 0, set(), []
     connector._sink, connector._error, connector._copies = None, None, {}
     connector._finished = []
-    connector._block_size, connector._dtype, connector._copy_stream = BLOCK_TOKENS, torch.float32, None
-    connector._cache_NSKD = torch.randn(4, BLOCK_TOKENS, header.num_taps, header.hidden_size)
+    connector._block_size, connector._num_lanes = BLOCK_TOKENS, 1
+    connector.cache = torch.randn(4, BLOCK_TOKENS, header.num_taps, header.hidden_size)
+    connector._copier = StateCopier(connector.cache, header)
     connector._header = header
     connector._extra = {
         "folder": str(tmp_path / "shards"),
@@ -89,10 +91,10 @@ def test_a_takeover_makes_rows_durable_and_repeats_none(connector, tmp_path):
 
 def test_after_a_failure_a_new_session_begins_anew(connector, tmp_path):
     session = connector.open_session(42)["session"]
-    states = connector._cache_NSKD.clone()
-    connector._cache_NSKD.fill_(float("nan"))
+    states = connector.cache.clone()
+    connector.cache.fill_(float("nan"))
     capture(connector, "a")
-    connector._cache_NSKD.copy_(states)
+    connector.cache.copy_(states)
     error = connector.finish_session(session, {"asked": 1})["error"]
     assert "sample a" in error
     session = connector.open_session(42)["session"]
@@ -109,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_told(connector, tmp_path):
 
 
 def test_ranks_that_do_not_write_say_nothing(connector):
-    connector._cache_NSKD = None
+    connector._copier = None
     assert connector.describe() is None
     assert connector.open_session(42) is None
     assert connector.session_status(0) is None

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter
 from dflash_kit.target import TargetSpec
+from dflash_kit.target_ends import TargetEnds
 from helpers import REPO
 from train.state import RunFolder
 
@@ -33,6 +34,7 @@ def make_shards(
     seed: int = 0,
     prefix: str = "row",
     dtype: str = "bfloat16",
+    last_hidden: bool = False,
 ) -> Path:
     """Write shards whose responses follow one permutation of tokens and whose taps tell the token.
 
@@ -45,6 +47,7 @@ def make_shards(
         seed: of everything.
         prefix: of the ids.
         dtype: stored dtype of the taps.
+        last_hidden: also store last hidden states, which make the target say the next token with about even odds.
     """
     spec = TargetSpec.from_pretrained(target)
     header = ShardsHeader.from_target(
@@ -55,7 +58,9 @@ def make_shards(
         engine_version="0",
         sampling={"temperature": 0.0},
         dtype=dtype,
+        has_last_hidden=last_hidden,
     )
+    head = TargetEnds.from_pretrained(target).head if last_hidden else None
     rules = torch.Generator().manual_seed(1234)
     successor = torch.randperm(NUM_SAID, generator=rules)
     table = torch.randn(NUM_SAID, header.row_width, generator=rules)
@@ -75,6 +80,7 @@ def make_shards(
                     loss_mask=torch.arange(len(said) - 1) >= 4,
                     hidden_states=states.to(getattr(torch, dtype)),
                     next_token=int(said[-1]),
+                    last_hidden=None if head is None else head[said[1:]].bfloat16(),
                 )
             )
     return folder
@@ -112,12 +118,14 @@ def launched_environment(**extra: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | extra
 
 
-def run_in_two_processes(arguments: list[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run_in_two_processes(
+    arguments: list[str], timeout_s: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Train under torchrun in two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return subprocess.run(
         [*launcher, str(REPO / "train" / "run.py"), *arguments],
-        env=launched_environment(),
+        env=launched_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout_s,

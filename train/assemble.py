@@ -33,7 +33,11 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     # Read before anything is written: a damaged checkpoint or target must not leave a run behind.
     start = job.origin.weights() if job.origin is not None and is_new else None
     ends = TargetEnds.from_pretrained(
-        job.spec.name, dtype=parallel.compute_dtype, device=device, revision=job.spec.revision
+        job.spec.name,
+        dtype=parallel.compute_dtype,
+        device=device,
+        revision=job.spec.revision,
+        with_final_norm=job.objective.needs_target,
     )
 
     def begin() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kit.masks import BlockLayout
+from dflash_kit.shard_format import LAST_HIDDEN_DTYPE
 from dflash_kit.shards import Row, Shards
 
 from .anchors import draw_anchors, row_generator
@@ -21,7 +22,6 @@ from .packing import PackedIndex
 
 NOISE_STREAM = 2
 SLOT_STREAM = 4
-STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,9 @@ class PackedRow:
     """(M,) float32: the decayed weight of each slot."""
     num_cut_tokens: int
     """Tokens of conversations that did not fit into a packed row."""
+    last_hidden: Tensor | None = None
+    """(T, D) output of the target's last layer before the final norm, zero where a token has no state; None where the
+    loss does without."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +58,11 @@ class PackedRow:
     def depths(self) -> Tensor:
         """(M,) int64: k of each weighted slot, 1 … B - 1."""
         return self.slots % self.layout.block_size
+
+    @property
+    def label_places(self) -> Tensor:
+        """(M,) int64: index in the packed row of the token that each weighted slot says."""
+        return self.layout.anchors[self.slots // self.layout.block_size] + self.depths
 
     def trimmed(self) -> "PackedRow":
         """The same without the unfilled tail and the unused blocks (at least one of each stays).
@@ -67,6 +75,7 @@ class PackedRow:
             self,
             token_ids=self.token_ids[:tokens],
             features=self.features[:tokens],
+            last_hidden=None if self.last_hidden is None else self.last_hidden[:tokens],
             layout=BlockLayout(
                 layout.positions[:tokens],
                 layout.documents[:tokens],
@@ -75,6 +84,11 @@ class PackedRow:
                 layout.block_size,
             ),
         )
+
+    def pinned(self) -> "PackedRow":
+        """The same with its large tensors in pinned memory, for asynchronous copies to a GPU."""
+        last_hidden = None if self.last_hidden is None else self.last_hidden.pin_memory()
+        return replace(self, features=self.features.pin_memory(), last_hidden=last_hidden)
 
     def to(self, device: torch.device, feature_dtype: torch.dtype) -> "PackedRow":
         """Copy to a device; features also to the dtype that the drafter computes in."""
@@ -87,6 +101,7 @@ class PackedRow:
             self,
             token_ids=move(self.token_ids),
             features=move(self.features).to(feature_dtype),
+            last_hidden=None if self.last_hidden is None else move(self.last_hidden),
             layout=BlockLayout(
                 move(layout.positions),
                 move(layout.documents),
@@ -120,6 +135,8 @@ class RowPacker:
     """Standard deviation of the noise on the taps, as a share of each tap's own root mean square."""
     sample_slots: bool = False
     """Keep each slot with the probability of its weight instead of weighing it."""
+    with_last_hidden: bool = False
+    """Read the target's last hidden states, too."""
 
     def __call__(self, index: PackedIndex) -> PackedRow:
         """Read, lay out and weigh one packed row.
@@ -150,14 +167,14 @@ class RowPacker:
             labels=labels,
             weights=weights,
             num_cut_tokens=num_cut,
+            last_hidden=self._lay_out_last_hidden(rows) if self.with_last_hidden else None,
         )
 
     def _lay_out(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         header = self.shards.header
-        dtype = STORAGE_DTYPES[header.dtype]
         token_ids = torch.zeros(self.seq_len, dtype=torch.int64)
         supervised = torch.zeros(self.seq_len, dtype=torch.bool)
-        features = torch.zeros(self.seq_len, header.row_width, dtype=dtype)
+        features = torch.zeros(self.seq_len, header.row_width, dtype=header.states_dtype)
         positions = torch.zeros(self.seq_len, dtype=torch.int64)
         documents = torch.full((self.seq_len,), -1, dtype=torch.int64)
         start = num_cut = 0
@@ -174,6 +191,17 @@ class RowPacker:
             documents[span] = document
             start += length
         return token_ids, supervised, features, positions, documents, num_cut
+
+    def _lay_out_last_hidden(self, rows: Sequence[Row]) -> Tensor:
+        laid = torch.zeros(self.seq_len, self.shards.header.hidden_size, dtype=LAST_HIDDEN_DTYPE)
+        start = 0
+        for row in rows:
+            assert row.last_hidden is not None, "the header was asked before"
+            length = min(len(row.token_ids()), self.seq_len - start)
+            states = row.last_hidden[:length]
+            laid[start : start + len(states)] = states
+            start += length
+        return laid
 
     def _add_noise(self, features: Tensor, index: PackedIndex) -> None:
         """Gaussian noise that depends on nothing but (seed, epoch, row)."""

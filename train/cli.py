@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     from .job import prepare
     from .parallel import Parallel
     from .state import RunFolder
+    from .tracking import require_tracker
 
+    require_tracker(config.report_to)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     folder = RunFolder(config.out)
@@ -76,7 +78,7 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
     from .loop import resume, train
     from .optimizer import require_possible
 
-    require_possible(job.config.optim, parallel.zero_stage)
+    require_possible(job.config.optim, parallel.zero_stage, fsdp=parallel.is_fsdp)
     if parallel.is_main:
         bf16 = parallel.compute_dtype == torch.bfloat16
         for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):

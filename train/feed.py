@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from .batches import PackedRow, RowPacker
 from .packing import PackingPlan
@@ -57,6 +56,6 @@ class Feed:
         rows = [self._packer(index) for index in indices]
         if not self._fixed_shapes:
             rows = [row.trimmed() for row in rows]
-        if self._pin:  # only the tensor that is large; the others are copied in no time
-            rows = [replace(row, features=row.features.pin_memory()) for row in rows]
+        if self._pin:  # only the tensors that are large; the others are copied in no time
+            rows = [row.pinned() for row in rows]
         return rows

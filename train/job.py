@@ -21,7 +21,7 @@ from .validation import hold_out
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
-FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads"}
+FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads", "report_to"}
 FREE_TO_CHANGE |= {"drafter", "init"}  # the fingerprint holds what they come to
 
 
@@ -50,7 +50,8 @@ class Job:
     @property
     def objective(self) -> Objective:
         """The loss."""
-        return Objective(kind=self.config.loss.kind, alpha=self.config.loss.dpace_alpha)
+        loss = self.config.loss
+        return Objective(kind=loss.kind, alpha=loss.dpace_alpha, distill_weight=loss.distill_weight)
 
     @property
     def gamma(self) -> float:
@@ -71,6 +72,7 @@ class Job:
             seed=self.config.seed,
             feature_noise=data.feature_noise,
             sample_slots=self.config.loss.sample_slots,
+            with_last_hidden=self.objective.needs_target,
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def prepare(config: TrainConfig) -> Job:
     """
     shards = open_shards(config.shards)
     header = shards.header
+    _require_last_hidden(config, header)
     spec = _target_of(config, header)
     header.require_compatible(spec, f"shards {config.shards}")
     origin = find_origin(config, RunFolder(config.out))
@@ -122,6 +125,14 @@ def prepare(config: TrainConfig) -> Job:
         last_row=None if endless else plan.num_rows(config.optim.epochs),
         num_long_rows=sum(length > data.seq_len for length in lengths),
     )
+
+
+def _require_last_hidden(config: TrainConfig, header: ShardsHeader) -> None:
+    if config.loss.kind not in ("decay", "dpace") and not header.has_last_hidden:
+        raise KitError(
+            f"loss.kind is {config.loss.kind}, which needs the target's last hidden states, but shards {config.shards} "
+            "hold none; extract them again with --last_hidden, or use loss.kind decay or dpace"
+        )
 
 
 def _target_of(config: TrainConfig, header: ShardsHeader) -> TargetSpec:

@@ -7,6 +7,7 @@ the sums that are exchanged anyway, so that they always stop together.
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import nn
@@ -17,18 +18,22 @@ from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
 from .batches import PackedRow
+from .clipping import can_fuse, clipped_step
 from .counters import Counters
+from .distill import slot_distillation
 from .feed import Feed
 from .job import Job
-from .losses import slot_cross_entropy
+from .losses import Objective, slot_cross_entropy
 from .optimizer import set_rate
 from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
 from .schedule import learning_rate
+from .sharding import gathered
 from .state import RunFolder, load_state
 from .stopping import StopRequest
 from .sums import StepResult, StepSums
+from .tracking import Tracker
 from .validation import Validation
 
 
@@ -64,7 +69,9 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     """
     job, config, parallel = trainer.job, trainer.job.config, trainer.parallel
     counters = trainer.counters
-    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps)
+    tracker = Tracker(config, trainer.folder)
+    parallel.on_main(lambda: tracker.start(counters.step))
+    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps, tracker=tracker)
     meter = Meter(job.drafter.num_draft_tokens)
     if counters.step:
         reporter.say(f"resumed at step {counters.step} of {job.max_steps}")
@@ -152,10 +159,21 @@ def forward_loss(trainer: Trainer, row: PackedRow, sums: StepSums) -> torch.Tens
         torch.cat([layout.positions, layout.slot_positions])[None],
         trainer.drafter.layer_masks(layout, flex=trainer.flex),
     )
-    losses, correct = slot_cross_entropy(hidden[0, row.slots], ends, row.labels)
+    losses, correct = slot_losses(hidden[0, row.slots], ends, row, job.objective)
     numerator = job.objective.numerator(losses, row.weights, row.slots, layout.block_size)
     sums.add(numerator.detach(), correct, row.depths)
     return numerator
+
+
+def slot_losses(
+    hidden: torch.Tensor, ends: TargetEnds, row: PackedRow, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss (M,) float32 and hit (M,) of each weighted slot, from the drafter's hidden states (M, D)."""
+    if not objective.needs_target:
+        return slot_cross_entropy(hidden, ends, row.labels)
+    assert row.last_hidden is not None
+    states = row.last_hidden[row.label_places - 1]
+    return slot_distillation(hidden, states, ends, row.labels, kind=objective.kind, share=objective.distill_weight)
 
 
 def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> torch.Tensor:
@@ -191,15 +209,19 @@ def resume(trainer: Trainer) -> None:
 
 def _apply(trainer: Trainer) -> tuple[float, bool]:
     """Clip and step unless the gradient is not finite; its norm is the same in every process."""
-    parallel, optimizer = trainer.parallel, trainer.optimizer
-    norm = float(parallel.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.job.config.optim.clip))
+    parallel, optimizer, clip = trainer.parallel, trainer.optimizer, trainer.job.config.optim.clip
+    parameters = list(trainer.model.parameters())
+    if parallel.holds_whole_weights and can_fuse(optimizer):
+        norm = float(clipped_step(optimizer, parameters, clip))
+        optimizer.zero_grad(set_to_none=True)
+        return norm, isfinite(norm)
+    norm = float(gathered(parallel.accelerator.clip_grad_norm_(parameters, clip)))
     if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
         return norm, not optimizer.step_was_skipped
-    finite = norm - norm == 0.0
-    if finite:
+    if isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, finite
+    return norm, isfinite(norm)
 
 
 def _take(future: Future[list[PackedRow]]) -> tuple[list[PackedRow], KitError | None]:

@@ -102,6 +102,13 @@ def _grade_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tenso
     return torch.compile(_grade, dynamic=False) if device_type == "cuda" else _grade
 
 
+def chunk_rows(device_type: str, num_columns: int, chunk_bytes: int | None = None) -> int:
+    """Slots of a chunk whose float32 logits, ``num_columns`` each, take at most ``chunk_bytes`` (None: as suits the device)."""
+    chunk_bytes = CHUNK_BYTES[device_type] if chunk_bytes is None else chunk_bytes
+    chunk = max(1, chunk_bytes // (4 * num_columns))
+    return chunk - chunk % 64 if chunk > 64 else chunk  # whole tiles
+
+
 def slot_cross_entropy(
     hidden: Tensor, ends: TargetEnds, labels: Tensor, *, chunk_bytes: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -116,10 +123,7 @@ def slot_cross_entropy(
     Returns:
         losses (M,) float32, differentiable with respect to ``hidden``; correct (M,) bool.
     """
-    chunk_bytes = CHUNK_BYTES[hidden.device.type] if chunk_bytes is None else chunk_bytes
-    chunk = max(1, chunk_bytes // (4 * ends.head.shape[0]))
-    if chunk > 64:
-        chunk -= chunk % 64  # whole tiles
+    chunk = chunk_rows(hidden.device.type, ends.head.shape[0], chunk_bytes)
     losses, correct = _ChunkedCrossEntropy.apply(hidden.to(ends.head.dtype), ends, labels, chunk)
     return losses, correct
 
@@ -131,22 +135,30 @@ class Objective:
     ``decay``: Σ w_k · CE over Σ w_k, w_k = exp(-(k - 1) / gamma).
     ``dpace``: w_k = Σ_{m ≥ k} Π_{i ≤ m} q̃_i with q̃ = (1 - alpha) · q + alpha and q the slot's own probability of the
     truth, detached; over the number of slots.
+    Others: as ``decay``, with the distance to the target's distribution (see ``distill``) in place of CE.
     """
 
     kind: str = "decay"
-    """decay or dpace."""
+    """decay, dpace, or one of ``distill.DISTILL_KINDS``."""
     alpha: float = 0.5
     """Smoothing of D-PACE."""
+    distill_weight: float = 1.0
+    """Share of the distance in a slot's loss, the rest is CE; of the kinds that distil."""
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it reads the target's last hidden states."""
+        return self.kind not in ("decay", "dpace")
 
     def denominator(self, weights: Tensor) -> Tensor:
         """What this row adds to the global denominator: known before the forward pass."""
-        return weights.sum() if self.kind == "decay" else weights.new_tensor(float(len(weights)))
+        return weights.new_tensor(float(len(weights))) if self.kind == "dpace" else weights.sum()
 
     def numerator(self, losses: Tensor, weights: Tensor, slots: Tensor, block_size: int) -> Tensor:
         """Weighted sum of the slots' losses.
 
         Args:
-            losses: (M,) cross-entropies.
+            losses: (M,) cross-entropies or distances.
             weights: (M,) decayed weights.
             slots: (M,) flat indices block * B + slot; each block's are 1 … some depth without a gap.
             block_size: B.

@@ -42,16 +42,23 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
-def require_possible(optim: OptimSettings, zero_stage: int | None) -> None:
-    """Refuse what cannot be done right under DeepSpeed.
+def require_possible(optim: OptimSettings, zero_stage: int | None, *, fsdp: bool = False) -> None:
+    """Refuse what cannot be done right under DeepSpeed or FSDP.
 
     Args:
         optim: the settings.
         zero_stage: DeepSpeed's ZeRO stage, None without DeepSpeed.
+        fsdp: whether FSDP cuts the weights.
 
     Raises:
         KitError: Muon under DeepSpeed, or an average of weights that no process holds whole.
     """
+    if fsdp and (optim.kind == "muon" or optim.ema_decay):
+        setting = "optim.kind is muon" if optim.kind == "muon" else f"optim.ema_decay is {optim.ema_decay}"
+        raise KitError(
+            f"{setting} but under FSDP no process holds the whole weights, which that needs; "
+            "launch with configs/accelerate/ddp.yaml, or take adamw without an average"
+        )
     if optim.kind == "muon" and zero_stage is not None:
         raise KitError(
             f"optim.kind is muon but the launcher uses DeepSpeed (ZeRO {zero_stage}), which cuts matrices into flat "

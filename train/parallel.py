@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dflash_kit.errors import KitError
 
+from . import sharding
 from .packing import num_micro_steps
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class Parallel:
             cpu=not on_gpu and not deepspeed,
             kwargs_handlers=handlers,
         )
+        if sharding.asked_for() and not deepspeed:
+            sharding.settle(self.accelerator)
         launched = int(os.environ.get("WORLD_SIZE", 1))
         if launched != self.world_size:
             raise KitError(
@@ -65,7 +68,7 @@ class Parallel:
         if self.accelerator.distributed_type not in SUPPORTED:
             raise KitError(
                 f"training through {self.accelerator.distributed_type.value} is not supported; "
-                "use DeepSpeed (configs/accelerate/zero*.yaml) or plain data parallelism"
+                "use DeepSpeed (configs/accelerate/zero*.yaml), FSDP2 (fsdp2.yaml) or plain data parallelism (ddp.yaml)"
             )
         self.num_micro_steps = num_micro_steps(rows_per_step, self.world_size)
         self.accelerator.gradient_accumulation_steps = self.num_micro_steps
@@ -98,6 +101,19 @@ class Parallel:
         return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
     @property
+    def is_fsdp(self) -> bool:
+        return bool(self.accelerator.distributed_type == DistributedType.FSDP)
+
+    @property
+    def holds_whole_weights(self) -> bool:
+        """Whether each process has all weights and gradients as plain tensors, so that it may clip and step by itself."""
+        return self.accelerator.distributed_type in (
+            DistributedType.NO,
+            DistributedType.MULTI_CPU,
+            DistributedType.MULTI_GPU,
+        )
+
+    @property
     def zero_stage(self) -> int | None:
         """DeepSpeed's ZeRO stage, None without DeepSpeed."""
         return int(self.accelerator.state.deepspeed_plugin.zero_stage) if self.is_deepspeed else None
@@ -109,7 +125,9 @@ class Parallel:
         words = [f"{self.world_size} process{'es' if self.world_size > 1 else ''} on {self.device.type}", dtype]
         if self.device.type == "cpu":
             words.append(f"{torch.get_num_threads()} threads each (of {os.cpu_count()} cores)")
-        words.append(f"DeepSpeed ZeRO {self.zero_stage}" if self.is_deepspeed else "no DeepSpeed")
+        words.append(
+            "FSDP2" if self.is_fsdp else f"DeepSpeed ZeRO {self.zero_stage}" if self.is_deepspeed else "no DeepSpeed"
+        )
         return ", ".join(words)
 
     @property
@@ -162,7 +180,9 @@ class Parallel:
         return no_sync
 
     def full_weights(self, bare: nn.Module) -> dict[str, Tensor]:
-        """Copies of all weights of a bare module on the CPU, in every process; ZeRO-3's are gathered one by one."""
+        """Copies of all weights of a bare module on the CPU, in every process; parts are gathered one by one."""
+        if self.is_fsdp:
+            return {name: sharding.gathered(tensor) for name, tensor in bare.state_dict().items()}
         if self.zero_stage != 3:
             return {name: tensor.detach().cpu().clone() for name, tensor in bare.state_dict().items()}
         import deepspeed
@@ -190,6 +210,7 @@ SUPPORTED = (
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
     DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
 )
 
 

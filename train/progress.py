@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dflash_kit.acceptance import Acceptance
 
+from .tracking import Tracker
+
 METHOD_NAMES = {"chain": "chain", "ddtree": "DDTree"}
 
 
@@ -22,11 +24,13 @@ class Reporter:
         metrics: file to append to; None writes none.
         active: whether this is the main process.
         max_steps: length of the bar.
+        tracker: gets the numbers, too, and ends with the reporter.
     """
 
-    def __init__(self, metrics: Path | None, *, active: bool, max_steps: int) -> None:
+    def __init__(self, metrics: Path | None, *, active: bool, max_steps: int, tracker: Tracker) -> None:
         self.console = Console(quiet=not active, highlight=False, soft_wrap=True)
         self._metrics = metrics if active else None
+        self._tracker = tracker
         self._bar = Progress(
             TextColumn("train"),
             BarColumn(),
@@ -45,6 +49,7 @@ class Reporter:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.stop()
+        self._tracker.finish()
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -55,11 +60,12 @@ class Reporter:
         self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl, and tell the tracker."""
         if self._metrics is not None:
             line = {"kind": kind, "step": step, "time_utc": _utc(), **values}
             with self._metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+            self._tracker.log(kind, step, values)
 
 
 def step_line(values: dict[str, Any], max_steps: int) -> str:

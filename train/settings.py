@@ -86,17 +86,29 @@ class DataSettings:
 class LossSettings:
     """What is minimised."""
 
-    kind: Literal["decay", "dpace"] = "decay"
-    """decay: cross-entropy, slot k weighs exp(-(k-1)/gamma). dpace: weights follow how likely the block survives."""
+    kind: Literal["decay", "dpace", "kl", "tv", "lk", "lk_hybrid"] = "decay"
+    """decay: cross-entropy, slot k weighs exp(-(k-1)/gamma). dpace: weights follow how likely the block survives.
+    The others weigh as decay, with a distance to the target's own distribution in place of cross-entropy; they need
+    shards with last hidden states. kl: forward KL. tv: total variation. lk: -log of the chance of acceptance. lk_hybrid:
+    kl while that chance is low, tv when it is high."""
     gamma: float | None = None
     """Decay of the slot weights; null takes 7, 5 or 4 for blocks of 16, 10 or 8, half a block for others."""
     sample_slots: bool = False
-    """Keep each slot with the probability of its weight instead of weighing it (kind decay): the same gradient on
+    """Keep each slot with the probability of its weight instead of weighing it (not with dpace): the same gradient on
     average from fewer slots, which pays where the head takes most of a step, as on CPUs."""
     dpace_alpha: float = 0.5
     """Smoothing of D-PACE's survival probabilities, 0 (none) to 1 (uniform)."""
+    distill_weight: float = 1.0
+    """Share of the distance in the loss of kl, tv, lk and lk_hybrid; the rest is cross-entropy."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.distill_weight <= 1:
+            raise ValueError(f"loss.distill_weight is {self.distill_weight}; allowed is above 0 up to 1")
+        if self.distill_weight != 1 and self.kind in ("decay", "dpace"):
+            raise ValueError(
+                f"loss.distill_weight is {self.distill_weight} with loss.kind {self.kind}, which does not distil; "
+                "leave it out, or take kl, tv, lk or lk_hybrid"
+            )
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
         if self.sample_slots and self.kind == "dpace":
@@ -248,6 +260,9 @@ class TrainConfig:
     """auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."""
     log_every_steps: int = 10
     """Optimizer steps between two lines of metrics."""
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where the numbers of metrics.jsonl also go. tensorboard: files in OUT.state/tensorboard. wandb: W&B, project
+    WANDB_PROJECT or dflash-kit. Either package must be installed."""
     save_every_steps: int = 200
     """Optimizer steps between two saved states; the last one is always saved."""
     keep_last: int = 2

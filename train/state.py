@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from dflash_kit.checkpoint import PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
@@ -34,6 +34,7 @@ from .counters import Counters, as_object, read_counters, whole
 from .fingerprint import require_same
 from .lock import LOCK_NAME, RunLock
 from .parallel import Parallel
+from .sharding import gathered, part_of, parts_of_state
 
 STEP_NAME = re.compile(r"step-(\d{8})")
 WEIGHTS_NAME, OPTIMIZER_NAME, COUNTERS_NAME = "weights.safetensors", "optimizer.pt", "counters.json"
@@ -204,7 +205,11 @@ def save_state(
         parallel.accelerator.save_state(str(begun / SHARDED_NAME))
         parallel.wait()
     else:
-        parallel.on_main(lambda: _orderly(lambda: _save_whole(begun, parallel, drafter, optimizer), begun))
+        # Gathered by all processes, written by one; nothing is copied where the weights are whole already.
+        weights, held = drafter.state_dict(), optimizer.state_dict()
+        if parallel.is_fsdp:
+            weights, held = gathered(weights), gathered(held)
+        parallel.on_main(lambda: _orderly(lambda: _save_whole(begun, parallel, weights, held), begun))
     if average is not None:
         parallel.on_main(lambda: _orderly(lambda: average.save(begun / AVERAGE_NAME), begun))
     parallel.on_main(finish)
@@ -232,7 +237,9 @@ def load_state(
             parallel.accelerator.load_state(str(place / SHARDED_NAME))
     else:
         with whole(place / WEIGHTS_NAME, remedy):
-            drafter.load_state_dict(load_file(place / WEIGHTS_NAME))
+            like = drafter.state_dict()
+            saved = load_file(place / WEIGHTS_NAME)
+            drafter.load_state_dict({name: part_of(t, like[name]) if name in like else t for name, t in saved.items()})
         with whole(place / OPTIMIZER_NAME, remedy):
             _load_optimizer(place / OPTIMIZER_NAME, parallel, optimizer)
     if average is not None:
@@ -245,10 +252,9 @@ def _is_sharded(parallel: Parallel) -> bool:
     return bool(parallel.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
 
-def _save_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    weights = {name: t.detach().cpu() for name, t in drafter.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_NAME)
-    state = {"optimizer": optimizer.state_dict(), "cpu_random": torch.get_rng_state()}
+def _save_whole(folder: Path, parallel: Parallel, weights: dict[str, Tensor], held: dict[str, Any]) -> None:
+    save_file({name: t.detach().cpu() for name, t in weights.items()}, folder / WEIGHTS_NAME)
+    state = {"optimizer": held, "cpu_random": torch.get_rng_state()}
     if parallel.device.type == "cuda":
         state["gpu_random"] = torch.cuda.get_rng_state(parallel.device)
     torch.save(state, folder / OPTIMIZER_NAME)
@@ -256,7 +262,8 @@ def _save_whole(folder: Path, parallel: Parallel, drafter: nn.Module, optimizer:
 
 def _load_optimizer(file: Path, parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     state = torch.load(file, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    held = parts_of_state(state["optimizer"], optimizer) if parallel.is_fsdp else state["optimizer"]
+    optimizer.load_state_dict(held)
     torch.set_rng_state(state["cpu_random"])
     if "gpu_random" in state and parallel.device.type == "cuda":
         torch.cuda.set_rng_state(state["gpu_random"], parallel.device)
