@@ -182,14 +182,14 @@ def start_other(job: Any, **more: Any) -> Any:
 
 def start_stock(job: Any, folder: Path) -> Any:
     """vLLM's own connector."""
-    from extract.vllm_capture import _extraction_method
+    from extract.vllm_capture import extraction_method
 
     connector = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "stock")},
     }
-    return start_other(job, speculative_config=_extraction_method(job), kv_transfer_config=connector)
+    return start_other(job, speculative_config=extraction_method(job), kv_transfer_config=connector)
 
 
 def start_shards(job: Any, samples: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from vllm import version
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -143,21 +144,29 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"expected one layer that caches hidden states, found {list(layers)}")
         cache = kv_caches[next(iter(layers))]
         cache_NSLD = cache if TOKENS_BEFORE_TAPS else cache.transpose(1, 2)
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        header = ShardsHeader.from_dict(extra["header"])
-        expected = (self._block_size, extra["num_captured_layers"], header.hidden_size)
+        self._extra = self._kv_transfer_config.kv_connector_extra_config
+        self._header = ShardsHeader.from_dict(self._extra["header"])
+        expected = (self._block_size, self._extra["num_captured_layers"], self._header.hidden_size)
         if tuple(cache_NSLD.shape[1:]) != expected:
             raise RuntimeError(f"hidden-states cache has blocks {cache_NSLD.shape[1:]}, not {expected}")
-        self._copier = StateCopier(cache_NSLD, header)
-        self._open_sink(extra, header, num_lanes=num_writer_lanes() if cache_NSLD.is_cuda else 1)
+        self._copier = StateCopier(cache_NSLD, self._header)
+        self._num_lanes = num_writer_lanes() if cache_NSLD.is_cuda else 1
+        self._start()
 
-    def _open_sink(self, extra: dict[str, Any], header: ShardsHeader, *, num_lanes: int) -> None:
+    def _start(self) -> None:
+        """Open the shards, which are written for the driver that has started this engine."""
+        self._open_sink()
+        end_with_driver(self._extra["driver_pid"], self.shutdown)
+
+    def _open_sink(self) -> ShardWriter | None:
+        extra = self._extra
         try:
-            writer = ShardWriter(extra["folder"], header, **extra["writer"])
-            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=num_lanes)
+            writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
+            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=self._num_lanes)
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)
-        end_with_driver(extra["driver_pid"], self.shutdown)
+            return None
+        return writer
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -193,6 +202,12 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """Queue the request's row; returns a test for "its blocks may be reused"."""
         if self._sink is None or self._copier is None:
             return lambda: True
+        if self._lacks_states(request):
+            self._sink.fail(
+                f"sample {request.sample_id}: vLLM {version.__version__} kept no states for part of its {len(request.token_ids)} "
+                "tokens, as versions do that cannot restore shared prefixes; set prefix_caching false"
+            )
+            return lambda: True
         copied = self._copier.copy(request.block_ids, len(request.token_ids))
         mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
         for start, end in request.loss_spans:
@@ -206,6 +221,11 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._sink.submit(PendingRow(row, copied.num_bytes, copied.wait, copied.taps_are_sound))
         return copied.is_done
+
+    def _lacks_states(self, request: FinishedRequest) -> bool:
+        """Whether part of its tokens has no block of states, or vLLM's placeholder (block 0) for one."""
+        needed = -(-len(request.token_ids) // self._block_size)
+        return len(request.block_ids) < needed or 0 in request.block_ids[:needed]
 
     def status(self) -> dict[str, Any] | None:
         """The sink's status; None on ranks that do not write."""

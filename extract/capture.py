@@ -28,6 +28,8 @@ class Job:
     """Conversations that the engine works on at once."""
     longest_tokens: int
     """Tokens of the longest sample at most."""
+    prefix_caching: bool = False
+    """Whether common beginnings of prompts are prefilled once (vLLM only)."""
     tensor_parallel_size: int = 1
     """GPUs that share the target (vLLM only)."""
     gpu_memory_utilization: float = 0.9

@@ -16,14 +16,17 @@ from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
 from . import hf_capture, vllm_capture
 from .capture import Capture, Job
-from .estimate import count_active_weights, least_time_s, measure_rates
 from .failures import DROP_REASON
+from .jobs import estimate, make_job, require_parallelism
 from .launcher import launch
 from .parity import settle_parity
 from .places import Place, place_of
 from .plan import Limits, Plan, make_plan
 from .prompts import LineErrors, read_prompts
 from .screen import Screen
+from .server import Server
+from .server_capture import server_capture
+from .server_command import serve_command
 from .settings import ExtractConfig
 from .show import show_samples
 from .verify import print_report, verify_shards
@@ -44,7 +47,9 @@ def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse_config("extract", ExtractConfig, arguments, description="Answer prompts and write hidden states.")
     with sigterm_interrupts():
-        if config.num_workers > 1 and not config.dry_run and config.show is None:
+        if config.print_serve_command:
+            print_serve_command(config)
+        elif config.num_workers > 1 and not config.dry_run and config.show is None:
             extract_by_workers(config, arguments)
         else:
             extract(config, screen or Screen())
@@ -54,12 +59,17 @@ def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
 def extract(config: ExtractConfig, screen: Screen) -> None:
     """Extract in this process."""
     spec = TargetSpec.from_pretrained(config.model, config.revision)
-    header = make_header(config, spec)
+    server = Server.connect(config.server) if config.server is not None and config.show is None else None
+    header = make_header(config, spec, server)
     if config.show is not None:
         show(config, spec, header)
         return
     share = config.shares[0]
     place = place_of(config, share)
+    if server is not None:
+        server.require(header, share)
+    else:
+        require_parallelism(config, spec)
     found = place.inspect(header)
     done_ids = {row_id for entry in found.shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
@@ -71,14 +81,18 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         return
     with place:
         # Opening it mends what a killed run left, and takes its rows over.
-        done_ids, notes = place.open(header)
+        if server is not None:
+            server, notes = server.open(place.folder)
+            done_ids = {row_id for entry in place.inspect(header).shards for row_id in entry.ids}
+        else:
+            done_ids, notes = place.open(header)
         plan.take_done(done_ids)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         if share.rank == 0:
             place.keep_config(config)
         screen.plan(plan, header, place)
-        totals = run(config, spec, header, plan, screen, place)
+        totals = run(config, make_job(config, spec, header, plan, place), plan, screen, place, server)
         place.settle()
         if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
             # A run that was ended before its check, and is started again with nothing left to add, is checked now.
@@ -96,6 +110,7 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
 def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     """Extract in several processes on this host."""
     spec = TargetSpec.from_pretrained(config.model, config.revision)
+    require_parallelism(config, spec)
     header, place = make_header(config, spec), place_of(config, config.shares[0])
     place.inspect(header)  # one error instead of one from each process
     if place.description:
@@ -117,12 +132,26 @@ def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     Screen().done(result)
 
 
-def make_header(config: ExtractConfig, spec: TargetSpec) -> ShardsHeader:
-    """What the shards of this run will be."""
+def print_serve_command(config: ExtractConfig) -> None:
+    """Print what starts a server that writes the shards of this command."""
+    spec = TargetSpec.from_pretrained(config.model, config.revision)
+    require_parallelism(config, spec)
+    header = make_header(config, spec)
+    place = place_of(config, config.shares[0])
+    place.inspect(header)
+    print(serve_command(make_job(config, spec, header, None, place)))
+
+
+def make_header(config: ExtractConfig, spec: TargetSpec, server: Server | None = None) -> ShardsHeader:
+    """What the shards of this run will be; a server knows itself what computes, and how where that is left open."""
     layer_ids = config.target_layer_ids or tap_layer_ids(spec.num_layers, config.num_taps)
     if layer_ids[-1] >= spec.num_layers or layer_ids[0] < 0:
         raise KitError(f"target_layer_ids {layer_ids} are outside of the target's layers 0..{spec.num_layers - 1}")
     auto_dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    # Samples can be shown where no engine is installed.
+    version = "" if config.show is not None else None
+    if server is not None:
+        auto_dtype, version = server.header.compute_dtype, server.header.engine_version
     return ShardsHeader.from_target(
         spec,
         target_layer_ids=layer_ids,
@@ -131,8 +160,7 @@ def make_header(config: ExtractConfig, spec: TargetSpec) -> ShardsHeader:
         has_last_hidden=config.last_hidden,
         compute_dtype=auto_dtype if config.dtype == "auto" else config.dtype,
         engine=config.engine,
-        # Samples can be shown where no engine is installed.
-        engine_version=ENGINE_VERSIONS[config.engine]() if config.show is None else "",
+        engine_version=ENGINE_VERSIONS[config.engine]() if version is None else version,
         sampling={**asdict(config.sampling), "template_args": {"enable_thinking": config.enable_thinking}},
     )
 
@@ -175,58 +203,20 @@ def show(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader) -> None:
     print(json.dumps({"shown": len(plan.samples), **plan.summary()}))
 
 
-def num_seqs(config: ExtractConfig) -> int:
-    """Conversations that the engine works on at once."""
-    default = 256 if torch.cuda.is_available() else (64 if config.engine == "vllm" else 16)
-    return config.max_num_seqs or default
-
-
-def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> float | None:
-    """Say and return how many seconds the plan takes at least; None where that cannot be known."""
-    dtype = getattr(torch, header.compute_dtype)
-    try:
-        num_weights, rates = count_active_weights(spec.name, spec.revision), measure_rates(dtype)
-    except (KitError, torch.OutOfMemoryError) as error:
-        screen.say(f"time     unknown: {error}")
-        return None
-    least_s = least_time_s(
-        num_weights,
-        rates,
-        num_tokens=plan.max_tokens,
-        num_answer_tokens=sum(sample.max_new_tokens for sample in plan.samples),
-        num_seqs=min(num_seqs(config), max(1, len(plan.samples))),
-        bytes_per_weight=dtype.itemsize,
-        num_devices=config.num_workers * config.tensor_parallel_size if torch.cuda.is_available() else 1,
-    )
-    screen.time(least_s, num_weights, rates)
-    return float(f"{least_s:.3g}")
-
-
 def run(
-    config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen, place: Place
+    config: ExtractConfig, job: Job, plan: Plan, screen: Screen, place: Place, server: Server | None
 ) -> dict[str, Any]:
     """Capture every sample of the plan; returns totals for the last line."""
     if not plan.samples:
+        if server is not None:
+            server.finish(None)
         return {"rows": plan.num_done, "rows_added": 0}
-    place.require_room(plan.max_bytes(header))
-    if not torch.cuda.is_available() and header.compute_dtype != "float32":
-        print(f"note: {header.compute_dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)
-    job = Job(
-        spec=spec,
-        header=header,
-        folder=place.folder,
-        share=config.shares[0],
-        max_shard_bytes=config.max_shard_bytes,
-        max_num_seqs=num_seqs(config),
-        longest_tokens=plan.longest_tokens,
-        tensor_parallel_size=config.tensor_parallel_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        engine_args=config.engine_args,
-        skip_errors=config.skip_errors,
-        verbose=config.verbose,
-    )
-    capture = CAPTURES[config.engine](job, plan.samples, plan.summary())
+    place.require_room(plan.max_bytes(job.header))
+    dtype = job.header.compute_dtype
+    if server is None and not torch.cuda.is_available() and dtype != "float32":
+        print(f"note: {dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)
+    engine = CAPTURES[config.engine] if server is None else server_capture(server)
+    capture = engine(job, plan.samples, plan.summary())
     with (
         screen.progress(plan, config.tensor_parallel_size) as progress,
         closing(capture) as reports,

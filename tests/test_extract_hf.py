@@ -309,7 +309,7 @@ def test_too_little_disk_is_refused_before_the_work(tiny_target, prompts, tmp_pa
 
 
 def test_without_vllm_the_other_engine_is_named(tiny_target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("extract.vllm_capture.util.find_spec", lambda name: None)
+    monkeypatch.setattr("extract.vllm_capture.installed_vllm", lambda: None)
     refuses("vLLM is not installed.*--engine transformers", *arguments(tiny_target, prompts, tmp_path, "--engine=vllm"))
 
 
