@@ -11,6 +11,7 @@ from .shard_format import INCOMPLETE_SUFFIX, SHARD_GLOB, ShardsHeader, file_chec
 from .shard_journal import is_being_written
 from .shard_manifest import Manifests, read_manifests
 from .shard_share import Share, manifest_of_shard
+from .spool import read_consumed
 
 
 @dataclass(slots=True)
@@ -18,13 +19,17 @@ class ShardsReport:
     """What a verification found."""
 
     shards: int = 0
-    """Shards in the manifest."""
+    """Shards in the manifest that are there."""
     rows: int = 0
     """Rows in them."""
     tokens: int = 0
     """Tokens with states."""
     bytes: int = 0
     """Size of the shards."""
+    consumed_shards: int = 0
+    """Shards of a spool that the trainer has used and deleted; nothing of them is left to be checked."""
+    consumed_rows: int = 0
+    """Rows in them."""
     problems: list[str] = field(default_factory=list)
     """One line for each fault; empty when everything is sound."""
     notes: list[str] = field(default_factory=list)
@@ -54,21 +59,33 @@ def verify_shards(folder: str | Path, share: Share | None = None) -> ShardsRepor
     if manifests.header is None:
         raise KitError(f"{folder} has a manifest without a header")
     shards = manifests.shards if share is None else manifests.of(share.manifest_name).shards
-    report = ShardsReport(shards=len(shards))
+    report = ShardsReport()
     repetition = manifests.repetition()
     if repetition is not None:
         report.problems.append(repetition)
     for entry in shards:
-        report.rows += entry.rows
-        report.tokens += entry.tokens
-        report.bytes += entry.bytes
+        if entry.file in manifests.consumed:
+            _count_consumed(report, entry)
+            continue
         try:
             _verify_shard(folder / entry.file, entry, manifests.header)
         except KitError as error:
+            if entry.file in read_consumed(folder):  # by a trainer that is at work
+                _count_consumed(report, entry)
+                continue
             report.problems.append(f"{entry.file}: {error}")
+        report.shards += 1
+        report.rows += entry.rows
+        report.tokens += entry.tokens
+        report.bytes += entry.bytes
     if share is None:
         _find_losses(folder, manifests, report)
     return report
+
+
+def _count_consumed(report: ShardsReport, entry: ShardEntry) -> None:
+    report.consumed_shards += 1
+    report.consumed_rows += entry.rows
 
 
 def _find_losses(folder: Path, manifests: Manifests, report: ShardsReport) -> None:
@@ -85,9 +102,10 @@ def _find_losses(folder: Path, manifests: Manifests, report: ShardsReport) -> No
                 f"{path.name}: not in a manifest, so its rows are not read; run the extraction again, which takes over "
                 "what a killed run left, or move the file away"
             )
-    if report.rows < manifests.least_rows:
+    num_rows = report.rows + report.consumed_rows
+    if num_rows < manifests.least_rows:
         report.problems.append(
-            f"{report.rows} rows are listed, but the last run that completed had {manifests.least_rows}; restore the "
+            f"{num_rows} rows are listed, but the last run that completed had {manifests.least_rows}; restore the "
             "manifest from a copy or run the extraction again"
         )
     unfinished = sorted(folder.glob(SHARD_GLOB + INCOMPLETE_SUFFIX))

@@ -176,6 +176,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
             lanes = num_writer_lanes() if self._cache_NSKD is not None and self._cache_NSKD.is_cuda else 1
+            lanes = min(lanes, writer.max_lanes or lanes)
             self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=lanes)
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)

@@ -1,7 +1,7 @@
 """What both engines share: the job they are given and what they report while they work."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,18 @@ class Job:
     """Tokens of one engine step at most; None: the engine's default (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
+    spool_bytes: int = 0
+    """This process's part of a spool; 0: all shards stay. In a spool the samples keep their order."""
+    keep_first: str | None = None
+    """Name under which a spool's first shard is kept."""
+
+    @property
+    def writer_settings(self) -> dict[str, Any]:
+        """Arguments of the ``ShardWriter`` beside folder and header."""
+        settings = {**asdict(self.share), "max_shard_bytes": self.max_shard_bytes}
+        if self.spool_bytes:
+            settings |= {"spool_bytes": self.spool_bytes, "keep_first": self.keep_first}
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class Progress:
     """Size of finished shards by now, those of earlier runs included."""
     num_said: int = 0
     """Tokens that the target has said since the last report, in answers that are not finished as well."""
+    is_waiting: bool = False
+    """Whether a spool is full and the trainer has to make room."""
 
 
 class Capture(Protocol):

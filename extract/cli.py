@@ -16,7 +16,7 @@ from dflash_kit.shard_folder import inspect_folder
 from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards
 from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
-from . import hf_capture, vllm_capture
+from . import hf_capture, spool, vllm_capture
 from .capture import Capture, Job
 from .launcher import launch
 from .parity import settle_parity
@@ -25,6 +25,7 @@ from .prompts import LineErrors, read_prompts
 from .screen import Screen
 from .settings import ExtractConfig
 from .show import show_samples
+from .spool import over_epochs
 from .verify import print_report, verify_shards
 
 __all__ = ["ExtractConfig", "main"]
@@ -60,12 +61,14 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         return
     folder, share = Path(config.out), config.shares[0]
     found = inspect_folder(folder, header, share)
+    spool.require_same_use(config, found)
     done_ids = {row_id for entry in found.shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
     if config.dry_run:
         screen.plan(plan, header, folder)
         print(json.dumps({**plan.summary(), "to_do": len(plan.samples), "max_bytes": plan.max_bytes(header)}))
         return
+    spool.room_of(config, plan, header)  # refused before anything is written
     # Opening the writer mends what a killed run left, and takes its rows over.
     with ShardWriter(folder, header, **asdict(share)) as writer:
         plan.take_done(writer.done_ids)
@@ -74,15 +77,33 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     if share.rank == 0:
         save_config(config, folder / CONFIG_NAME)
     screen.plan(plan, header, folder)
-    totals = run(config, spec, header, plan, screen)
-    if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
-        # A run that was ended before its check, and is started again with nothing left to add, is checked now.
-        ids = [sample.id for sample in plan.samples] or open_shards(folder).ids
-        if ids:
-            screen.say(str(settle_parity(folder, share.manifest_name, ids[: config.parity], revision=spec.revision)))
+    with spool.at_work(config, folder):
+        spool.begin(config, plan, folder, share)
+        totals = run(config, spec, header, plan, screen)
+        if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
+            check_parity(config, spec, plan, screen)
+        if config.spool_bytes:
+            spool.end(folder, share)
     if config.verify:
         print_report(verify_shards(folder, None if config.is_whole else share))
     screen.done({"out": str(folder), **plan.summary(), **totals})
+
+
+def check_parity(config: ExtractConfig, spec: TargetSpec, plan: Plan, screen: Screen) -> None:
+    """Compare some rows with transformers and say how they did.
+
+    A run that was ended before its check, and is started again with nothing left to add, is checked now.
+    """
+    folder, share = Path(config.out), config.shares[0]
+    kept = folder / spool.kept_name(share) if config.spool_bytes else None
+    if kept is None:
+        ids = ([sample.id for sample in plan.samples] or open_shards(folder).ids)[: config.parity]
+    else:
+        ids = spool.kept_ids(kept, config.parity) if kept.exists() else []
+    if ids:
+        screen.say(str(settle_parity(folder, share.manifest_name, ids, revision=spec.revision, kept=kept)))
+    if kept is not None:
+        kept.unlink(missing_ok=True)
 
 
 def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
@@ -134,7 +155,7 @@ def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, do
         load_tokenizer(config.model, config.revision),
         spec,
         header,
-        done_ids,
+        set() if config.spool_bytes else done_ids,
         limits=Limits(
             limit=min(shares, default=None),
             skip_long=config.skip_long,
@@ -151,6 +172,11 @@ def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, do
     )
     if errors.num_lines:
         print(f"note: {errors.num_lines} malformed lines were skipped, the first of them named above", file=sys.stderr)
+    if config.spool_bytes:
+        # Planned as if nothing were done: what is done counts by epoch.
+        plan.samples = over_epochs(plan.samples, config.epochs, config.sampling.seed)
+        plan.take_done(done_ids)
+        plan.spool_bytes = config.spool_bytes // config.shares[0].world_size
     if not plan.samples and not plan.num_done and config.is_whole:
         raise KitError(f"nothing to extract: {dict(plan.drops)} of {plan.num_asked} lines of {config.prompts} dropped")
     return plan
@@ -185,6 +211,8 @@ def run(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Pla
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_num_batched_tokens=config.max_num_batched_tokens,
         engine_args=config.engine_args,
+        spool_bytes=spool.room_of(config, plan, header),
+        keep_first=spool.kept_name(config.shares[0]) if config.parity and config.shares[0].rank == 0 else None,
     )
     capture = CAPTURES[config.engine](job, plan.samples, plan.summary())
     with screen.progress(plan) as progress, closing(capture) as reports:  # closed at Ctrl-C: it finishes its shards

@@ -44,6 +44,7 @@ class Worker:
         self.share = share
         self.to_do = self.max_bytes = 0
         self.rows = self.tokens = self.bytes = 0
+        self.is_waiting = False
         self.result: dict[str, Any] | None = None
         self.error: str | None = None
         self._events = events
@@ -204,7 +205,9 @@ def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, fol
         elif kind == "progress":
             rows, tokens = value["rows"] - worker.rows, value["tokens"] - worker.tokens
             worker.rows, worker.tokens, worker.bytes = value["rows"], value["tokens"], value["bytes"]
-            progress.update(Progress(rows, tokens, sum(each.bytes for each in workers)))
+            worker.is_waiting = value["is_waiting"]
+            num_bytes, is_waiting = sum(each.bytes for each in workers), any(each.is_waiting for each in workers)
+            progress.update(Progress(rows, tokens, num_bytes, is_waiting=is_waiting))
         elif kind == "done":
             worker.result = value["result"]
         else:

@@ -8,6 +8,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.spool import FULL_TEXT
+
 from . import capture
 
 LINE_EVERY_S = 15.0
@@ -84,6 +86,7 @@ class ExtractionProgress(Tally):
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
+        self._was_waiting = False
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -110,12 +113,15 @@ class ExtractionProgress(Tally):
     def update(self, report: capture.Progress) -> None:
         """Take a report of the engine."""
         super().update(report)
-        self._bar.update(self._task, completed=self.num_rows, rates=self._rates())
+        rates = f"{FULL_TEXT}, {self._rates()}" if report.is_waiting else self._rates()
+        self._bar.update(self._task, completed=self.num_rows, rates=rates)
         now_s = time.monotonic()
-        if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
+        begins_to_wait = report.is_waiting and not self._was_waiting
+        self._was_waiting = report.is_waiting
+        if not self._console.is_terminal and (begins_to_wait or now_s - self._line_s >= LINE_EVERY_S):
             self._line_s = now_s
             done = f"{self._label} {self.num_rows}/{self._total_rows} rows"
-            print(f"{done}, {self._rates()}, {self._time_left()}", file=sys.stderr)
+            print(f"{done}, {rates}, {self._time_left()}", file=sys.stderr, flush=True)
 
     def _rates(self) -> str:
         seconds = self.working_s
