@@ -86,7 +86,7 @@ class ExtractionProgress(Tally):
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
-        self._was_waiting = False
+        self._full_s = self._t0 - LINE_EVERY_S  # when it was last said that the spool is full
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -116,10 +116,10 @@ class ExtractionProgress(Tally):
         rates = f"{FULL_TEXT}, {self._rates()}" if report.is_waiting else self._rates()
         self._bar.update(self._task, completed=self.num_rows, rates=rates)
         now_s = time.monotonic()
-        begins_to_wait = report.is_waiting and not self._was_waiting
-        self._was_waiting = report.is_waiting
-        if not self._console.is_terminal and (begins_to_wait or now_s - self._line_s >= LINE_EVERY_S):
+        is_news = report.is_waiting and now_s - self._full_s >= LINE_EVERY_S
+        if not self._console.is_terminal and (is_news or now_s - self._line_s >= LINE_EVERY_S):
             self._line_s = now_s
+            self._full_s = now_s if report.is_waiting else self._full_s
             done = f"{self._label} {self.num_rows}/{self._total_rows} rows"
             print(f"{done}, {rates}, {self._time_left()}", file=sys.stderr, flush=True)
 
