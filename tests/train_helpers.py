@@ -33,6 +33,7 @@ def make_shards(
     seed: int = 0,
     prefix: str = "row",
     dtype: str = "bfloat16",
+    max_shard_bytes: int = 1 << 28,
 ) -> Path:
     """Write shards whose responses follow one permutation of tokens and whose taps tell the token.
 
@@ -45,6 +46,7 @@ def make_shards(
         seed: of everything.
         prefix: of the ids.
         dtype: stored dtype of the taps.
+        max_shard_bytes: size at which a shard is finished.
     """
     spec = TargetSpec.from_pretrained(target)
     header = ShardsHeader.from_target(
@@ -60,7 +62,7 @@ def make_shards(
     successor = torch.randperm(NUM_SAID, generator=rules)
     table = torch.randn(NUM_SAID, header.row_width, generator=rules)
     draws = torch.Generator().manual_seed(seed)
-    with ShardWriter(folder, header) as writer:
+    with ShardWriter(folder, header, max_shard_bytes=max_shard_bytes) as writer:
         for number in range(num_rows):
             tokens = torch.randint(0, NUM_SAID, (4,), generator=draws).tolist()
             length = int(torch.randint(response_tokens * 2 // 3, response_tokens + 1, (1,), generator=draws))

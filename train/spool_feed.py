@@ -188,8 +188,13 @@ def spool_feed(
             return True
         return keep_held_out(sources[0], spool, place, HoldOut(config.replay.max_rows, data.holdout_fraction))
 
-    while not parallel.on_main(hold_rows_out):  # in turns that are shorter than what a process group waits for
-        pass
+    try:
+        while not parallel.on_main(hold_rows_out):  # in turns that are shorter than what a process group waits for
+            pass
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
     held_out = open_shards(place) if config.eval_shards is None and place.exists() else None
     replayed = held_out or job.eval_shards
     plan = SpoolPlan(
