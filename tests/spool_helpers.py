@@ -179,7 +179,8 @@ def num_consumed(folder: Path) -> int:
 
 
 def manifest_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for path in sorted(folder.glob("manifest*")) for line in path.read_text().splitlines()]
+    texts = [path.read_text() for path in sorted(folder.glob("manifest*"))]
+    lines = [json.loads(line) for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 

@@ -199,7 +199,7 @@ def test_epochs_hold_every_sample_once_in_orders_of_their_own(tiny_target, promp
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["to_do"] == 120
     assert not (tmp_path / "s").exists()
 
-    samples = [Sample(f"{i:032x}", "p", [1], None, 1) for i in range(30)]
+    samples = [Sample(id=f"{i:032x}", source="p", token_ids=[1], loss_spans=None, max_new_tokens=1) for i in range(30)]
     found = [sample.id for sample in over_epochs(samples, 3, seed=5)]
     assert found == [sample.id for sample in over_epochs(samples, 3, seed=5)]
     parts = [found[start : start + 30] for start in (0, 30, 60)]

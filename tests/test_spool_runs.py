@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from spool_helpers import (
 )
 
 from dflash_kit.shards import open_shards, verify_shards
+from dflash_kit.spool import ConsumedJournal
+from helpers import requires_vllm
 from train.state import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -130,3 +133,25 @@ def test_two_extractors_and_a_stop_on_request(tiny_target: Path, prompts: Path, 
     assert statuses == (0, 0), "\n".join(extracting.lines + training.lines)
     assert watch.peak_bytes <= 2 * SPOOL_BYTES
     assert_all_trained(folder, out, steps)
+
+
+@requires_vllm
+def test_vllm_waits_for_room_and_goes_on(tiny_target: Path, prompts: Path, tmp_path: Path) -> None:
+    """The engine's own process waits; here the test stands for the trainer."""
+    folder = tmp_path / "s"
+    with SizeWatch(folder) as watch:
+        extracting = extractor(tiny_target, prompts, folder, "--engine", "vllm", "--max_num_seqs", "8")
+        wait_until(lambda: extracting.says("spool full, waiting for the trainer"), extracting)
+        size = spool_size(folder)
+        time.sleep(2)  # many polls of the writer and of the driver
+        assert spool_size(folder) == size > SPOOL_BYTES // 2
+        journal = ConsumedJournal(folder)
+        while extracting.is_running():
+            journal.consume([entry["file"] for entry in manifest_lines(folder, "shard")])
+            time.sleep(0.05)
+    assert extracting.status() == 0, "\n".join(extracting.lines)
+    assert watch.peak_bytes <= SPOOL_BYTES
+    assert extracting.says("parity   2 rows")
+    report = verify_shards(folder)
+    assert report.ok and report.rows + report.consumed_rows == NUM_SAMPLES * NUM_EPOCHS
+    assert [line["kind"] for line in manifest_lines(folder, "end")] == ["end"]
