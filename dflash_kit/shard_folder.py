@@ -9,6 +9,7 @@ from .shard_format import ShardsHeader
 from .shard_journal import is_being_written
 from .shard_manifest import Manifest, Manifests, read_headers, read_manifest, read_manifests, require_agreement
 from .shard_share import Share, manifest_names, manifest_of_shard
+from .spool import read_consumed
 
 
 def inspect_folder(folder: Path, header: ShardsHeader, share: Share) -> Manifests:
@@ -148,9 +149,11 @@ def _require_shards(folder: Path, manifests: Manifests, own: Manifest) -> None:
     present = set(os.listdir(folder))
     for part in manifests.parts:
         for entry in part.shards:
-            if part is not own and entry.file in present:
+            if entry.file in manifests.consumed or (part is not own and entry.file in present):
                 continue
             # A network file system may list a file late that can be opened already.
             path = folder / entry.file
             if not path.exists() or (part is own and path.stat().st_size != entry.bytes):
+                if entry.file in read_consumed(folder):  # by a trainer that is at work
+                    continue
                 raise KitError(f"shard {path} is missing or cut short; restore it or extract into a new folder")

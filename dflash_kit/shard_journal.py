@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from .errors import KitError
 from .shard_entry import ShardEntry
 from .shard_format import ShardsHeader
 from .shard_manifest import read_manifest
+from .spool import SpoolRecord
 
 
 class Journal:
@@ -82,6 +84,14 @@ class Journal:
         """Journal a parity check of these rows: what failed, or that they passed."""
         self._append(parity_line(failure, ids))
 
+    def append_spool(self, record: SpoolRecord) -> None:
+        """Note that shards are deleted once they were used, and how many rows will come."""
+        self._append({"kind": "spool", **asdict(record)})
+
+    def append_end(self) -> None:
+        """Note that every row of a spool's writer is in a finished shard."""
+        self._append({"kind": "end"})
+
     def close(self) -> None:
         """Close the file and release the lock."""
         os.close(self._file)
@@ -121,10 +131,24 @@ def journal_parity(path: Path, failure: dict[str, Any] | None, ids: list[str]) -
     Raises:
         KitError: somebody writes the manifest, or it cannot be written.
     """
+    _append_to(path, lambda journal: journal.append_parity(failure, ids))
+
+
+def journal_spool(path: Path, record: SpoolRecord) -> None:
+    """Note the beginning of an extraction into a spool; see ``journal_parity``."""
+    _append_to(path, lambda journal: journal.append_spool(record))
+
+
+def journal_end(path: Path) -> None:
+    """Note that every row of a spool's writer is in a finished shard; see ``journal_parity``."""
+    _append_to(path, Journal.append_end)
+
+
+def _append_to(path: Path, append: Callable[[Journal], None]) -> None:
     journal = Journal(path, lock_wait_s=30.0)
     try:
         journal.start_after(read_manifest(path).whole_bytes)
-        journal.append_parity(failure, ids)
+        append(journal)
     except OSError as error:
         raise KitError(f"cannot write to {path}: {error.strerror or error}; make room") from error
     finally:

@@ -2,7 +2,7 @@
 
 One JSON object a line. Kinds: ``header`` (the first line), ``split`` (into how many shares the samples are split from here
 on), ``shard`` (one finished shard), ``parity_passed`` and ``parity_failed`` (one check of an engine's states),
-``summary`` (one run).
+``summary`` (one run), ``spool`` and ``end`` (an extraction into a spool begins, and has written every row).
 Readers take all manifests of a folder, in the order of their names; a writer appends to its own (``shard_journal``).
 """
 
@@ -20,6 +20,7 @@ from .errors import KitError
 from .shard_entry import ShardEntry, check_header, check_summary, count_in
 from .shard_format import ShardsHeader
 from .shard_share import Share, manifest_names
+from .spool import SpoolRecord, read_consumed, spool_record
 
 
 @dataclass(slots=True)
@@ -40,6 +41,10 @@ class Manifest:
     """Sample, layer and difference of a parity check that failed; nothing that follows lifts it."""
     has_parity: bool = False
     """Whether a parity check was passed."""
+    spool: SpoolRecord | None = None
+    """What its writer said of the spool when it last began; None: shards that stay."""
+    is_ended: bool = False
+    """Whether a spool's writer has finished every row."""
     whole_bytes: int = 0
     """Length of the complete lines; whatever follows is a torn line."""
 
@@ -49,6 +54,8 @@ class Manifests:
     """The manifests of a folder, one a writer, sorted by name. The headers of those with shards agree."""
 
     parts: list[Manifest] = field(default_factory=list)
+    consumed: set[str] = field(default_factory=set)
+    """Shards of a spool that the trainer has used: their rows count as done, their files may be gone."""
 
     @property
     def header(self) -> ShardsHeader | None:
@@ -120,13 +127,15 @@ def read_manifests(folder: Path) -> Manifests:
         KitError: no manifest, a damaged one, two of different headers, or shards that failed a parity check.
     """
     with without_garbage_collection():
+        # Used shards last: what is in no manifest yet cannot have been used.
         parts = [read_manifest(folder / name) for name in _names(folder)]
-    return join_manifests(folder, parts)
+        consumed = read_consumed(folder)
+    return join_manifests(folder, parts, consumed)
 
 
-def join_manifests(folder: Path | str, parts: list[Manifest]) -> Manifests:
+def join_manifests(folder: Path | str, parts: list[Manifest], consumed: set[str] | None = None) -> Manifests:
     """What manifests of one folder (or of one object store's URL) say together; refuses as ``read_manifests`` does."""
-    manifests = Manifests(parts)
+    manifests = Manifests(parts, consumed or set())
     # One without shards is what a start that failed has left, or what a writer has just begun (which looks at the others).
     require_agreement(folder, [(part.name, part.header) for part in manifests.parts if part.shards])
     failed = next((part for part in manifests.parts if part.parity_failure is not None), None)
@@ -156,7 +165,7 @@ def parse_manifest(data: bytes, name: str, path: str) -> Manifest:
     manifest = Manifest(name, whole_bytes=data.rfind(b"\n") + 1)
     for number, line in enumerate(data[: manifest.whole_bytes].splitlines(), start=1):
         try:
-            _take_line(manifest, json.loads(str(line, "utf-8")), number)
+            take_line(manifest, json.loads(str(line, "utf-8")), number)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise KitError(f"{path} line {number} is damaged ({error}); restore the manifest from a copy") from error
     return manifest
@@ -220,7 +229,8 @@ def _read_first_line(path: Path) -> ShardsHeader | None:
         raise KitError(f"{path} line 1 is damaged ({error}); restore the manifest from a copy") from error
 
 
-def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
+def take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
+    """Take one complete line into a manifest; what it raises stands for a damaged line."""
     kind = line.pop("kind")
     if (kind == "header") != (number == 1):
         raise ValueError(f"kind {kind!r} where the {'header' if number == 1 else 'journal'} belongs")
@@ -237,5 +247,9 @@ def _take_line(manifest: Manifest, line: dict[str, Any], number: int) -> None:
         manifest.parity_failure = f"sample {line['sample']}, layer {line['layer']}, difference {line['difference']}"
     elif kind == "parity_passed":
         manifest.has_parity = True
+    elif kind == "spool":
+        manifest.spool, manifest.is_ended = spool_record(line), False
+    elif kind == "end":
+        manifest.is_ended = True
     else:
         raise ValueError(f"unknown kind {kind!r}")

@@ -81,7 +81,7 @@ class ShardSink:
             self._changed.notify_all()
 
     def status(self) -> dict[str, Any]:
-        """What happened since the last call: ``accepted`` (id, tokens) pairs, ``error`` or None, totals."""
+        """What happened since the last call: ``accepted`` (id, tokens) pairs, ``error`` or None, totals, and whether a spool is full."""
         with self._changed:
             accepted, self._accepted = self._accepted, []
             return {
@@ -89,6 +89,7 @@ class ShardSink:
                 "error": self._error,
                 "pending_bytes": self._pending_bytes,
                 "bytes": self._writer.num_bytes,
+                "spool_full": self._writer.is_waiting,
             }
 
     def flush(self) -> dict[str, Any]:
@@ -102,7 +103,12 @@ class ShardSink:
         return self.status()
 
     def finish(self, summary: dict[str, Any] | None) -> dict[str, Any]:
-        """Write what is queued, finish the growing shards, journal a summary if there was no error, and close."""
+        """Write what is queued, finish the growing shards, journal a summary if there was no error, and close.
+
+        Without a summary the run has failed or was ended: then rows that wait for a spool's trainer are let go.
+        """
+        if summary is None:
+            self._writer.stop_waiting()
         with self._changed:
             self._closing = True
             self._changed.notify_all()

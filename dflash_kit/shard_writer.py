@@ -10,6 +10,7 @@ write to two files do not. Numbers are given out when a shard is begun; one that
 """
 
 import os
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from .shard_journal import Journal
 from .shard_manifest import Manifest, read_manifest
 from .shard_share import Share
 from .shard_states import with_stored_states
+from .spool_room import SpoolRoom, stored_bytes
 
 DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_SHARD_AGE_S = 120.0
@@ -63,6 +65,9 @@ class ShardWriter:
         max_shard_bytes: a shard is finished when it reaches this size.
         max_shard_age_s: or when it is this old, so that a kill costs little work.
         lock_wait_s: how long to wait for another writer to end.
+        spool_bytes: this writer's part of a spool: no shard is begun that would not fit beside those that the trainer
+            has not used yet; 0: no limit.
+        keep_first: in a spool, the name of a link to the first shard that is finished, which the trainer leaves alone.
 
     Raises:
         KitError: the folder holds something else, was written with another header, or is being written under the
@@ -79,6 +84,8 @@ class ShardWriter:
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         max_shard_age_s: float = DEFAULT_SHARD_AGE_S,
         lock_wait_s: float = 30.0,
+        spool_bytes: int = 0,
+        keep_first: str | None = None,
     ) -> None:
         if max_shard_bytes < 1 or max_shard_age_s <= 0:
             raise KitError("max_shard_bytes and max_shard_age_s must be positive")
@@ -96,6 +103,10 @@ class ShardWriter:
         self._growing_ids: set[str] = set()
         self._lanes: dict[int, _Lane] = {}
         self._next_index = 0
+        self._room = SpoolRoom(self.folder, spool_bytes, max_shard_bytes) if spool_bytes else None
+        self._keep_first = keep_first
+        if keep_first is not None:
+            (self.folder / keep_first).unlink(missing_ok=True)
         self._shared = threading.Lock()  # guards the ids, the totals, the next index and the journal
         require_same_kind(self.folder, header)
         make_folder(self.folder)
@@ -123,8 +134,40 @@ class ShardWriter:
         # What is stored counts: rounding makes large values infinite and small ones zero.
         row = with_stored_states(row, self.header)
         check_row(row, self.header, taps_are_sound=taps_are_sound)
+        if self._room is not None:
+            self._finish_when_full(row, lane, self._room)
+            self._room.wait(lane, stored_bytes(len(row.input_ids), self.header))
         with uninterrupted():
             self._add(row, lane)
+
+    def has_room(self, row: Row, *, lane: int = 0) -> bool:
+        """Whether ``add`` takes the row at once; False where it would wait for a spool's trainer."""
+        if self._room is None:
+            return True
+        self._finish_when_full(row, lane, self._room)
+        return self._room.reserve(lane, stored_bytes(len(row.input_ids), self.header))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a row waits in ``add`` for a spool's trainer."""
+        return self._room is not None and self._room.is_waiting
+
+    @property
+    def max_lanes(self) -> int | None:
+        """Shards that may grow at once; None: as many as one likes."""
+        return None if self._room is None else self._room.max_lanes
+
+    def stop_waiting(self) -> None:
+        """Refuse rows that wait for a spool's trainer: they were not added."""
+        if self._room is not None:
+            self._room.stop()
+
+    def _finish_when_full(self, row: Row, lane: int, room: SpoolRoom) -> None:
+        growing = self._lanes.get(lane)
+        row_bytes = stored_bytes(len(row.input_ids), self.header)
+        if growing is not None and not room.fits(growing.shard.num_bytes, len(growing.shard.ids), row_bytes):
+            with uninterrupted():
+                self.flush_lane(lane)
 
     def _add(self, row: Row, lane: int) -> None:
         with self._shared:
@@ -155,10 +198,24 @@ class ShardWriter:
             entry = growing.shard.finish(growing.final)
             del self._lanes[lane]
             with self._shared:
+                if self._keep_first is not None:
+                    self._keep(growing.final, entry, self._keep_first)
                 self._journal.append_shard(entry)
                 self._take(entry)
+            if self._room is not None:
+                self._room.release(lane)
         except OSError as error:
             raise self._full(lane, None, error) from error
+
+    def _keep(self, final: Path, entry: ShardEntry, name: str) -> None:
+        """Link the first shard before its trainer can hear of it."""
+        try:
+            os.link(final, self.folder / name)
+        except OSError:  # a file system without links
+            shutil.copyfile(final, self.folder / name)
+        self._keep_first = None
+        if self._room is not None:
+            self._room.take(name, entry.bytes)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Journal what a run did (drop counts by reason and the like), with the number of shares if it was one."""
@@ -209,6 +266,8 @@ class ShardWriter:
         growing = self._lanes.pop(lane, None)
         if growing is not None:
             growing.shard.abandon()
+            if self._room is not None:
+                self._room.release(lane)
             with self._shared:
                 self._growing_ids.difference_update(growing.shard.ids)
 
@@ -216,6 +275,8 @@ class ShardWriter:
         """Count a shard of this writer that is journalled."""
         self.done_ids.update(entry.ids)
         self._growing_ids.difference_update(entry.ids)
+        if self._room is not None:
+            self._room.take(entry.file, entry.bytes)
         self.num_rows += entry.rows
         self.num_tokens += entry.tokens
         self.num_bytes += entry.bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from .errors import KitError
+from .shard_entry import ShardEntry
 from .shard_file import ShardFile
 from .shard_folder import REPETITION_HELP
 from .shard_format import NO_NEXT_TOKEN, Row, ShardsHeader, row_checksum
@@ -39,6 +40,8 @@ MAX_OPEN_FILES = 64
 
 class Shards(Sequence[Row]):
     """Rows of a shards folder: writer by writer (in the order of their manifests' names), as they were finished.
+
+    Of a spool, those that the trainer has not used yet.
 
     Tensors share the page cache with the file (no copy; of compressed shards and the states of fp8 shards they are made for
     each row); they stay valid as long as they are referenced.
@@ -72,7 +75,18 @@ class Shards(Sequence[Row]):
         self.header: ShardsHeader = manifests.header
         self.summary: dict[str, Any] | None = manifests.summary
         """Summary of the last run that completed, added up over its processes; None when none did."""
-        entries = manifests.shards
+        self._take_entries([entry for entry in manifests.shards if entry.file not in manifests.consumed])
+
+    @classmethod
+    def of(cls, folder: Path, header: ShardsHeader, entries: Sequence[ShardEntry], *, check: bool = True) -> "Shards":
+        """The rows of some shards of a folder; no manifest is read."""
+        shards = cls.__new__(cls)
+        shards.folder, shards.header, shards.summary = folder, header, None
+        shards._check, shards._files, shards._checked = check, OrderedDict(), set()
+        shards._take_entries(entries)
+        return shards
+
+    def _take_entries(self, entries: Sequence[ShardEntry]) -> None:
         self._shards = [(entry.file, entry.rows, entry.bytes, entry.checksum) for entry in entries]
         self._ends = list(accumulate(entry.rows for entry in entries))
         self.lengths: list[int] = [length for entry in entries for length in entry.lengths]

@@ -162,7 +162,8 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._extra
         try:
             writer = ShardWriter(extra["folder"], self._header, **extra["writer"])
-            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=self._num_lanes)
+            lanes = min(self._num_lanes, writer.max_lanes or self._num_lanes)
+            self._sink = ShardSink(writer, max_pending_bytes=extra["max_pending_bytes"], num_lanes=lanes)
         except KitError as error:  # reaches the driver with its first status call
             self._error = str(error)
             return None

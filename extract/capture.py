@@ -1,7 +1,7 @@
 """What both engines share: the job they are given and what they report while they work."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,11 +42,23 @@ class Job:
     """Let the engine say what it does, not only its errors (vLLM only)."""
     skip_errors: bool = False
     """Leave out samples at which the engine fails, instead of stopping when those in flight are done."""
+    spool_bytes: int = 0
+    """This process's part of a spool; 0: all shards stay. In a spool the samples keep their order."""
+    keep_first: str | None = None
+    """Name under which a spool's first shard is kept."""
 
     @property
     def captured_layer_ids(self) -> list[int]:
         """Layers whose outputs the engine is to keep; see ``ShardsHeader.captured_layer_ids``."""
         return self.header.captured_layer_ids(self.spec.num_layers)
+
+    @property
+    def writer_settings(self) -> dict[str, Any]:
+        """Arguments of the ``ShardWriter`` beside folder and header."""
+        settings = {**asdict(self.share), "max_shard_bytes": self.max_shard_bytes}
+        if self.spool_bytes:
+            settings |= {"spool_bytes": self.spool_bytes, "keep_first": self.keep_first}
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class Progress:
     """Tokens that the target has said since the last report, in answers that are not finished as well."""
     num_failed: int = 0
     """Samples at which the engine has failed since the last report, and that are left out."""
+    is_waiting: bool = False
+    """Whether a spool is full and the trainer has to make room."""
 
 
 class Capture(Protocol):

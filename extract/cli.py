@@ -14,7 +14,7 @@ from dflash_kit.interrupts import sigterm_interrupts
 from dflash_kit.shards import ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec, load_tokenizer, tap_layer_ids
 
-from . import hf_capture, vllm_capture
+from . import hf_capture, spool, vllm_capture
 from .capture import Capture, Job
 from .failures import DROP_REASON
 from .jobs import estimate, make_job, require_parallelism
@@ -29,6 +29,7 @@ from .server_capture import server_capture
 from .server_command import serve_command
 from .settings import ExtractConfig
 from .show import show_samples
+from .spool import over_epochs
 from .verify import print_report, verify_shards
 
 __all__ = ["ExtractConfig", "main"]
@@ -71,6 +72,7 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
     else:
         require_parallelism(config, spec)
     found = place.inspect(header)
+    spool.require_same_use(config, found)
     done_ids = {row_id for entry in found.shards for row_id in entry.ids}
     plan = build_plan(config, spec, header, done_ids)
     if config.dry_run:
@@ -79,6 +81,7 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         amounts = {"to_do": len(plan.samples), "max_tokens": plan.max_tokens, "max_bytes": plan.max_bytes(header)}
         print(json.dumps({**plan.summary(), **amounts, "free_bytes": free_bytes(place.folder), "least_s": least_s}))
         return
+    spool.room_of(config, plan, header)  # refused before anything is written
     with place:
         # Opening it mends what a killed run left, and takes its rows over.
         if server is not None:
@@ -92,19 +95,35 @@ def extract(config: ExtractConfig, screen: Screen) -> None:
         if share.rank == 0:
             place.keep_config(config)
         screen.plan(plan, header, place)
-        totals = run(config, make_job(config, spec, header, plan, place), plan, screen, place, server)
-        place.settle()
-        if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
-            # A run that was ended before its check, and is started again with nothing left to add, is checked now.
-            held = open_shards(place.name).ids
-            added = {sample.id for sample in plan.samples}.intersection(held)
-            ids = [sample.id for sample in plan.samples if sample.id in added] or held
-            if ids:
-                checked = ids[: config.parity]
-                screen.say(str(settle_parity(place.name, place.record_parity, checked, revision=spec.revision)))
+        with spool.at_work(config, place.folder):
+            spool.begin(config, plan, place.folder, share)
+            totals = run(config, make_job(config, spec, header, plan, place), plan, screen, place, server)
+            place.settle()
+            if config.parity and share.rank == 0 and (totals["rows_added"] or not found.has_parity):
+                compare(config, spec, plan, screen, place)
+            if config.spool_bytes:
+                spool.end(place.folder, share)
         if config.verify:
             print_report(verify_shards(place.name, None if config.is_whole else share))
     screen.done({"out": place.name, **plan.summary(), **totals})
+
+
+def compare(config: ExtractConfig, spec: TargetSpec, plan: Plan, screen: Screen, place: Place) -> None:
+    """Compare some rows with transformers and say how they did.
+
+    A run that was ended before its check, and is started again with nothing left to add, is checked now.
+    """
+    kept = place.folder / spool.kept_name(place.share) if config.spool_bytes else None
+    if kept is None:
+        held = open_shards(place.name).ids
+        added = {sample.id for sample in plan.samples}.intersection(held)
+        ids = ([sample.id for sample in plan.samples if sample.id in added] or held)[: config.parity]
+    else:
+        ids = spool.kept_ids(kept, config.parity) if kept.exists() else []
+    if ids:
+        screen.say(str(settle_parity(place.name, place.record_parity, ids, revision=spec.revision, kept=kept)))
+    if kept is not None:
+        kept.unlink(missing_ok=True)
 
 
 def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
@@ -174,7 +193,7 @@ def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, do
         load_tokenizer(config.model, config.revision),
         spec,
         header,
-        done_ids,
+        set() if config.spool_bytes else done_ids,
         limits=Limits(
             limit=min(shares, default=None),
             skip_long=config.skip_long,
@@ -191,6 +210,11 @@ def build_plan(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, do
     )
     if errors.num_lines:
         print(f"note: {errors.num_lines} malformed lines were skipped, the first of them named above", file=sys.stderr)
+    if config.spool_bytes:
+        # Planned as if nothing were done: what is done counts by epoch.
+        plan.samples = over_epochs(plan.samples, config.epochs, config.sampling.seed)
+        plan.take_done(done_ids)
+        plan.spool_bytes = config.spool_bytes // config.shares[0].world_size
     if not plan.samples and not plan.num_done and config.is_whole:
         raise KitError(f"nothing to extract: {dict(plan.drops)} of {plan.num_asked} lines of {config.prompts} dropped")
     return plan
@@ -211,7 +235,8 @@ def run(
         if server is not None:
             server.finish(None)
         return {"rows": plan.num_done, "rows_added": 0}
-    place.require_room(plan.max_bytes(job.header))
+    max_bytes = plan.max_bytes(job.header)
+    place.require_room(min(max_bytes, config.spool_bytes) if config.spool_bytes else max_bytes)
     dtype = job.header.compute_dtype
     if server is None and not torch.cuda.is_available() and dtype != "float32":
         print(f"note: {dtype} is very slow on most CPUs; --dtype float32 is faster", file=sys.stderr)

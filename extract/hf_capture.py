@@ -7,8 +7,8 @@ fed, as in vLLM.
 Shape legend: B batch, T tokens, K taps, D hidden size.
 """
 
+import time
 from collections.abc import Generator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_kit.shard_states import split_captured
 from dflash_kit.shards import NO_NEXT_TOKEN, Row, ShardWriter
+from dflash_kit.spool_room import POLL_S
 from dflash_kit.target import TapRecorder, load_target
 
 from .capture import Job, Progress
@@ -42,10 +43,12 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
     failures = Failures(skip=job.skip_errors)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job.header.compute_dtype)
-    with ShardWriter(job.folder, job.header, **asdict(job.share), max_shard_bytes=job.max_shard_bytes) as writer:
+    with ShardWriter(job.folder, job.header, **job.writer_settings) as writer:
         target = load_target(job.spec.name, dtype=dtype, device=device, revision=job.spec.revision)
         # Samples of similar length share a batch, so that little of it is padding.
         ordered = sorted(samples, key=lambda sample: (sample.loss_spans is None, len(sample.token_ids)))
+        if job.spool_bytes:  # what is trained on in this order must not be sorted
+            ordered = samples
         for start in range(0, len(ordered), job.max_num_seqs):
             batch = ordered[start : start + job.max_num_seqs]
             responses = _answers(target, job, [sample for sample in batch if sample.loss_spans is None], failures)
@@ -58,6 +61,9 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
                     failures.take(sample, error)
                     continue
                 failures.end_row()
+                while not writer.has_room(row):
+                    yield Progress(0, 0, writer.num_bytes, is_waiting=True)
+                    time.sleep(POLL_S)
                 writer.add(row)
                 yield Progress(1, len(row.input_ids), writer.num_bytes, num_failed=failures.take_count())
             if failures.must_stop:

@@ -6,6 +6,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
 
+from . import spool
 from .capture import Job
 from .estimate import count_active_weights, least_time_s, measure_rates
 from .places import Place
@@ -31,6 +32,8 @@ def make_job(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
         engine_args=config.engine_args,
         skip_errors=config.skip_errors,
         verbose=config.verbose,
+        spool_bytes=0 if plan is None else spool.room_of(config, plan, header),
+        keep_first=spool.kept_name(config.shares[0]) if config.parity and config.shares[0].rank == 0 else None,
     )
 
 

@@ -45,6 +45,7 @@ class Worker:
         self.share = share
         self.to_do = self.max_bytes = 0
         self.rows = self.tokens = self.bytes = self.failed = 0
+        self.is_waiting = False
         self.result: dict[str, Any] | None = None
         self.error: str | None = None
         self._events = events
@@ -207,7 +208,9 @@ def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, pla
             failed_here = value.get("failed", 0) - worker.failed
             worker.rows, worker.tokens, worker.bytes = value["rows"], value["tokens"], value["bytes"]
             worker.failed += failed_here
-            progress.update(Progress(rows, tokens, sum(each.bytes for each in workers), num_failed=failed_here))
+            worker.is_waiting = value["is_waiting"]
+            num_bytes, is_waiting = sum(each.bytes for each in workers), any(each.is_waiting for each in workers)
+            progress.update(Progress(rows, tokens, num_bytes, num_failed=failed_here, is_waiting=is_waiting))
         elif kind == "done":
             worker.result = value["result"]
         else:

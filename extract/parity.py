@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_kit.errors import KitError
+from dflash_kit.shard_file import ShardFile
+from dflash_kit.shard_states import with_readable_states
 from dflash_kit.shards import Row, ShardsHeader, open_shards
 from dflash_kit.target import TapRecorder, load_target
 
@@ -62,10 +64,11 @@ def settle_parity(
     ids: Sequence[str],
     *,
     revision: str | None = None,
+    kept: Path | None = None,
 ) -> Parity:
     """``check_parity``, with its outcome in the manifest: a run that is started again must not hide a failure."""
     try:
-        parity = check_parity(folder, ids, revision=revision)
+        parity = check_parity(folder, ids, revision=revision, kept=kept)
     except ParityError as error:
         record(error.failure, list(ids))
         raise
@@ -73,7 +76,9 @@ def settle_parity(
     return parity
 
 
-def check_parity(folder: Path | str, ids: Sequence[str], *, revision: str | None = None) -> Parity:
+def check_parity(
+    folder: Path | str, ids: Sequence[str], *, revision: str | None = None, kept: Path | None = None
+) -> Parity:
     """Compare the states of some rows with a plain forward pass of transformers.
 
     A tap passes when nine tokens in ten differ by less than the limit, and by less than half of what they differ from
@@ -83,14 +88,13 @@ def check_parity(folder: Path | str, ids: Sequence[str], *, revision: str | None
         folder: shards.
         ids: rows to look at.
         revision: hub revision of the target.
+        kept: a shard of a spool that was kept for this; the rows are read from it.
 
     Raises:
         ParityError: naming the sample and the tapped layer, or the last hidden state.
         KitError: a target that transformers cannot load.
     """
-    shards = open_shards(folder)
-    header, wanted = shards.header, set(ids)
-    rows = [shards[i] for i, row_id in enumerate(shards.ids) if row_id in wanted]
+    header, rows = _rows(folder, set(ids)) if kept is None else _kept_rows(kept, set(ids))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, header.compute_dtype)
     try:
@@ -100,6 +104,17 @@ def check_parity(folder: Path | str, ids: Sequence[str], *, revision: str | None
     worst = max((_worst_state(target, row, header) for row in rows), default=0.0)
     num_tokens = sum(min(len(row.input_ids), MAX_ROW_TOKENS) for row in rows)
     return Parity(len(rows), num_tokens, worst, _limit(header, header.dtype))
+
+
+def _rows(folder: Path | str, ids: set[str]) -> tuple[ShardsHeader, list[Row]]:
+    shards = open_shards(folder)
+    return shards.header, [shards[i] for i, row_id in enumerate(shards.ids) if row_id in ids]
+
+
+def _kept_rows(kept: Path, ids: set[str]) -> tuple[ShardsHeader, list[Row]]:
+    shard = ShardFile(kept)
+    rows = [shard.row(index)[0] for index in range(shard.num_rows)]
+    return shard.header, [with_readable_states(row) for row in rows if row.id in ids]
 
 
 def _limit(header: ShardsHeader, stored_dtype: str) -> float:

@@ -26,6 +26,8 @@ class Plan:
     """Rows that are in the shards already."""
     drops: Counter[str] = field(default_factory=Counter)
     """Lines left out, by reason."""
+    spool_bytes: int | None = None
+    """Bytes that a spool's shards may take at once; None: all shards stay."""
 
     def take(self, sample: Sample, *, is_done: bool) -> None:
         """Count a sample whose row is in the shards already, or note it as still to be done."""
@@ -52,7 +54,8 @@ class Plan:
 
     def max_bytes(self, header: ShardsHeader) -> int:
         """Disk space that the run needs at most (a row's metadata takes about 1 KiB)."""
-        return self.max_tokens * header.bytes_per_token + 2048 * len(self.samples)
+        num_bytes = self.max_tokens * header.bytes_per_token + 2048 * len(self.samples)
+        return num_bytes if self.spool_bytes is None else min(num_bytes, self.spool_bytes)
 
     def summary(self) -> dict[str, Any]:
         """What the manifest and the last line of output say about the lines."""

@@ -8,6 +8,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.spool import FULL_TEXT
+
 from . import capture
 from .gpu_meter import GpuMeter
 
@@ -90,6 +92,7 @@ class ExtractionProgress(Tally):
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
+        self._full_s = self._t0 - LINE_EVERY_S  # when it was last said that the spool is full
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -117,12 +120,15 @@ class ExtractionProgress(Tally):
         """Take a report of the engine."""
         super().update(report)
         self._gpus.sample()
-        self._bar.update(self._task, completed=self.num_rows + self.num_failed, rates=self._rates())
+        rates = f"{FULL_TEXT}, {self._rates()}" if report.is_waiting else self._rates()
+        self._bar.update(self._task, completed=self.num_rows + self.num_failed, rates=rates)
         now_s = time.monotonic()
-        if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
+        is_news = report.is_waiting and now_s - self._full_s >= LINE_EVERY_S
+        if not self._console.is_terminal and (is_news or now_s - self._line_s >= LINE_EVERY_S):
             self._line_s = now_s
+            self._full_s = now_s if report.is_waiting else self._full_s
             done = f"{self._label} {self.num_rows}/{self._total_rows} rows"
-            print(f"{done}, {self._rates()}, {self._time_left()}", file=sys.stderr)
+            print(f"{done}, {rates}, {self._time_left()}", file=sys.stderr, flush=True)
 
     def _rates(self) -> str:
         seconds = self.working_s

@@ -102,6 +102,12 @@ class ExtractConfig:
     space more."""
     max_shard_bytes: int = 256 << 20
     """Size at which a shard is finished, in bytes."""
+    spool_bytes: int = 0
+    """For training while extracting: bytes of shards at most, over all processes; extraction waits while they are there,
+    and `train/run.py --spool` deletes what it has used. At least 8 shards a process; 0: all shards stay."""
+    epochs: int = 1
+    """How often every sample is extracted into a spool, each time in another order (the same answers, unless the engine
+    says otherwise); above 1 needs spool_bytes."""
     max_num_seqs: int | None = None
     """Conversations that the engine works on at once; unset: 64 on a CPU (transformers 16), 256 on a GPU."""
     max_num_batched_tokens: int | None = None
@@ -151,9 +157,21 @@ class ExtractConfig:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; allowed: above 0 up to 1, a share of the memory"
             )
+        if self.spool_bytes < 0:
+            raise ValueError(f"spool_bytes is {self.spool_bytes}; allowed: 0 (all shards stay) or the bytes of a spool")
+        if self.spool_bytes and (is_url(self.out) or self.server is not None or self.print_serve_command):
+            place = f"out {self.out!r}" if is_url(self.out) else "a server"
+            raise ValueError(
+                f"spool_bytes is {self.spool_bytes} with {place}; a spool is a folder that this command itself writes into"
+            )
+        if self.epochs > 1 and not self.spool_bytes:
+            raise ValueError(
+                f"epochs is {self.epochs} without spool_bytes; shards that stay are read again in every epoch of training "
+                "(its optim.epochs), so extract them once, or give spool_bytes"
+            )
+        counts = ("limit", "epochs", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers")
         lengths = ("tensor_parallel_size", "min_tokens", "max_tokens", "max_num_batched_tokens")
-        sizes = ("max_shard_bytes", "staging_bytes")
-        for name in ("limit", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers", *lengths, *sizes):
+        for name in (*counts, *lengths, "max_shard_bytes", "staging_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")

@@ -41,6 +41,11 @@ def print_report(report: ShardsReport) -> None:
     for note in report.notes:
         print(f"note     {note}")
     print(f"verified {report.shards} shards, {report.rows} rows, {report.tokens:,} tokens, {report.bytes:,} bytes")
+    if report.consumed_shards:
+        print(
+            f"used     {report.consumed_shards} shards with {report.consumed_rows} rows by the trainer of this spool; "
+            "they are gone"
+        )
     if report.problems:
         raise KitError(f"{len(report.problems)} problems: " + " | ".join(report.problems))
 

@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
 from dflash_kit.errors import KitError
+from dflash_kit.spool_room import POLL_S
 from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
@@ -40,6 +41,8 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
         KitError: the engine does not start, fails at a sample or dies, a broken capture (by sample id), or a full disk.
     """
     prepare_environment(job.tensor_parallel_size, verbose=job.verbose)
+    if job.spool_bytes:  # a step may wait for the trainer
+        os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(30 * 86400))
     engine = start_engine(job, samples)
     try:
         run = _Run(engine, job, samples)
@@ -127,7 +130,7 @@ def connector(job: Job) -> dict[str, Any]:
             "folder": str(job.folder.absolute()),
             "header": job.header.to_dict(),
             "num_captured_layers": len(job.captured_layer_ids),
-            "writer": {**asdict(job.share), "max_shard_bytes": job.max_shard_bytes},
+            "writer": job.writer_settings,
             "driver_pid": os.getpid(),
             "max_pending_bytes": PENDING_BYTES,
         },
@@ -169,12 +172,17 @@ class _Run:
         self.failures = Failures(skip=job.skip_errors)
         self._said: dict[str, int] = {}  # tokens of unfinished answers
         self._num_said = 0
+        self._is_full = False  # a spool, whose trainer has to make room
         self._next_status_s = 0.0
 
     def run(self) -> Iterator[Progress]:
         """Until every row has been accepted by the writer; after a failure that ends the run, every one in flight."""
         self._report()  # the writer may have failed to open
         while self._waiting or self._engine.has_unfinished_requests():
+            if self._is_full:  # asking for more would only fill the memory
+                time.sleep(POLL_S)
+                yield self._report()
+                continue
             self._feed()
             self._take_outputs(self._step())
             if time.monotonic() >= self._next_status_s:
@@ -182,9 +190,10 @@ class _Run:
         progressed_s = time.monotonic()
         while self._in_flight:
             progress = self._report()
-            if progress.num_rows:
+            if progress.num_rows or progress.is_waiting:
                 progressed_s = time.monotonic()
                 yield progress
+                time.sleep(POLL_S if progress.is_waiting else 0)
             elif time.monotonic() - progressed_s > STALL_S:
                 missing = ", ".join(sorted(self._in_flight)[:3])
                 raise KitError(f"no states arrived for {len(self._in_flight)} samples ({missing}, …)")
@@ -257,7 +266,10 @@ class _Run:
         num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
         said, self._num_said = self._num_said, 0
         num_failed = self.failures.take_count()
-        return Progress(len(status["accepted"]), num_tokens, status["bytes"], said, num_failed)
+        self._is_full = bool(status.get("spool_full"))
+        return Progress(
+            len(status["accepted"]), num_tokens, status["bytes"], said, num_failed=num_failed, is_waiting=self._is_full
+        )
 
 
 def _refusals() -> tuple[type[Exception], ...]:

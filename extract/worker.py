@@ -48,9 +48,11 @@ class _EventTally(Tally):
     """Tells the totals now and then."""
 
     _next_s = 0.0
+    _is_waiting = False
 
     def update(self, report: capture.Progress) -> None:
         super().update(report)
+        self._is_waiting = report.is_waiting
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + EVENT_EVERY_S
             self._tell()
@@ -59,7 +61,8 @@ class _EventTally(Tally):
         self._tell()
 
     def _tell(self) -> None:
-        tell("progress", rows=self.num_rows, tokens=self.num_tokens, bytes=self.num_bytes, failed=self.num_failed)
+        counts = {"rows": self.num_rows, "tokens": self.num_tokens, "bytes": self.num_bytes, "failed": self.num_failed}
+        tell("progress", **counts, is_waiting=self._is_waiting)
 
 
 def tell(event: str, **values: Any) -> None:

@@ -35,6 +35,7 @@ def make_shards(
     prefix: str = "row",
     dtype: str = "bfloat16",
     last_hidden: bool = False,
+    max_shard_bytes: int = 1 << 28,
 ) -> Path:
     """Write shards whose responses follow one permutation of tokens and whose taps tell the token.
 
@@ -48,6 +49,7 @@ def make_shards(
         prefix: of the ids.
         dtype: stored dtype of the taps.
         last_hidden: also store last hidden states, which make the target say the next token with about even odds.
+        max_shard_bytes: size at which a shard is finished.
     """
     spec = TargetSpec.from_pretrained(target)
     header = ShardsHeader.from_target(
@@ -65,7 +67,7 @@ def make_shards(
     successor = torch.randperm(NUM_SAID, generator=rules)
     table = torch.randn(NUM_SAID, header.row_width, generator=rules)
     draws = torch.Generator().manual_seed(seed)
-    with ShardWriter(folder, header) as writer:
+    with ShardWriter(folder, header, max_shard_bytes=max_shard_bytes) as writer:
         for number in range(num_rows):
             tokens = torch.randint(0, NUM_SAID, (4,), generator=draws).tolist()
             length = int(torch.randint(response_tokens * 2 // 3, response_tokens + 1, (1,), generator=draws))

@@ -15,6 +15,7 @@ from .job import Job
 from .loop import Trainer
 from .optimizer import make_optimizer
 from .parallel import Parallel
+from .spool_feed import spool_feed
 from .state import RunFolder
 from .validation import Validation
 
@@ -58,19 +59,26 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     optimizer = make_optimizer(drafter, config.optim)
     model, wrapped = parallel.accelerator.prepare(drafter, optimizer)
     model.train()
-    feed = Feed(
-        job.plan,
-        job.packer,
-        rank=parallel.rank,
-        world_size=parallel.world_size,
-        last_row=job.last_row,
-        prefetch=config.data.prefetch,
-        fixed_shapes=on_gpu,
-        pin=on_gpu,
-    )
+    feed: Feed
+    eval_shards, eval_rows = job.eval_shards, job.eval_rows
+    if job.spool is not None:
+        feed, held_out = spool_feed(job, job.spool, parallel, folder, fixed_shapes=on_gpu)
+        if held_out is not None:
+            eval_shards, eval_rows = held_out, tuple(range(len(held_out)))
+    else:
+        feed = Feed(
+            job.plan,
+            job.packer,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            last_row=job.last_row,
+            prefetch=config.data.prefetch,
+            fixed_shapes=on_gpu,
+            pin=on_gpu,
+        )
     validation = None
-    if job.eval_rows:
-        validation = Validation(job.eval_shards, job.eval_rows, ends, config.replay.budgets, job.spec.eos_token_ids)
+    if eval_rows:
+        validation = Validation(eval_shards, eval_rows, ends, config.replay.budgets, job.spec.eos_token_ids)
     return Trainer(
         job=job,
         parallel=parallel,

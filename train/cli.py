@@ -89,8 +89,11 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
     try:
         parallel.on_main(folder.lock)
         trainer = assemble(job, parallel, folder)
-        resume(trainer)
-        return train(trainer, argv)
+        try:
+            resume(trainer)
+            return train(trainer, argv)
+        finally:
+            trainer.feed.close()
     finally:
         folder.release()
 

@@ -33,6 +33,8 @@ class Counters:
     """Latest replayed acceptance, by method."""
     first_replay: dict[str, Any] = field(default_factory=dict)
     """Replayed acceptance before the first step, of a run that started from a drafter."""
+    spool: dict[str, Any] | None = None
+    """Where in its stream of shards a run on a spool stands (``SpoolPlan.state``)."""
 
 
 def read_counters(file: Path, step: int) -> Counters:

@@ -102,6 +102,8 @@ def plan_lines(job: Job, *, num_processes: int, bf16: bool) -> list[str]:
         f"({num_processes} processes x {micro} micro-steps)",
         f"loss         {config.loss.kind}, gamma {job.gamma:g}; {_optimizer_words(config.optim)}",
     ]
+    if job.spool is not None:
+        lines[3:6] = job.spool.lines(data.rows_per_step, num_processes, micro)
     if job.origin is not None:
         lines.insert(2, f"start        {job.origin.name} (weights sha256 {job.origin.weights_sha256[:16]}…)")
     if job.num_long_rows:

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from .batches import PackedRow, RowPacker
+from .counters import Counters
 from .packing import PackingPlan
+from .schedule import Horizon
 
 
 class Feed:
@@ -36,9 +39,11 @@ class Feed:
         self._plan, self._packer = plan, packer
         self._rank, self._world_size, self._last_row = rank, world_size, last_row
         self._prefetch, self._fixed_shapes, self._pin = prefetch, fixed_shapes, pin
+        self._end = 0
 
-    def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]]"]:
+    def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]] | None"]:
         """One future for each step from ``first`` to ``end`` (exclusive); a failed read raises from its result."""
+        self._end = end
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as pool:
             ahead: list[Future[list[PackedRow]]] = []
             coming = iter(range(first, end))
@@ -51,9 +56,41 @@ class Feed:
                 for future in ahead:
                     future.cancel()
 
+    def is_last(self, step: int) -> bool:
+        """Whether nothing comes after ``step`` steps."""
+        return step == self._end
+
+    def horizon(self, step: int) -> Horizon:
+        """How far the run is before a step."""
+        return Horizon(done=step, total=self._end, steps=self._end)
+
+    def resume(self, counters: Counters) -> None:
+        """Shards that stay need nothing but the step."""
+
+    def wants_save(self, step: int) -> bool:
+        """Whether a state is to be saved now; shards that stay wait for none."""
+        return False
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """What the saved state after ``step`` steps must hold beside the step."""
+        return None
+
+    def release(self, step: int) -> None:
+        """The state after ``step`` steps is saved."""
+
+    @property
+    def words(self) -> str:
+        """What is waited for, where a step is."""
+        return ""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _read(self, step: int) -> list[PackedRow]:
         indices = self._plan.step(step, self._rank, self._world_size, last_row=self._last_row)
-        rows = [self._packer(index) for index in indices]
+        return self._finished([self._packer(index) for index in indices])
+
+    def _finished(self, rows: list[PackedRow]) -> list[PackedRow]:
         if not self._fixed_shapes:
             rows = [row.trimmed() for row in rows]
         if self._pin:  # only the tensors that are large; the others are copied in no time

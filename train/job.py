@@ -16,12 +16,14 @@ from .losses import Objective
 from .origin import Origin, find_origin, require_fit, require_settings
 from .packing import PackingPlan
 from .settings import NEW_DRAFTER, TrainConfig
+from .spool_place import SpoolPlace, find_spool
 from .state import RunFolder
 from .validation import hold_out
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
 FREE_TO_CHANGE |= {"log_every_steps", "save_every_steps", "keep_last", "cpu_threads", "report_to"}
+FREE_TO_CHANGE |= {"spool", "spool_timeout_s"}  # whether there is a spool, the fingerprint says itself
 FREE_TO_CHANGE |= {"drafter", "init"}  # the fingerprint holds what they come to
 
 
@@ -46,6 +48,9 @@ class Job:
     """Packed rows of the whole run; None where max_steps ends it."""
     num_long_rows: int
     """Rows longer than a packed row, which will be cut."""
+    spool: SpoolPlace | None = None
+    """The spool to train on; its rows are not known yet, so ``shards``, ``train_rows`` and ``plan`` are empty and
+    ``max_steps`` is 0. None: shards that stay."""
 
     @property
     def objective(self) -> Objective:
@@ -80,15 +85,23 @@ class Job:
         settings = {k: v for k, v in asdict(self.config).items() if k not in FREE_TO_CHANGE}
         header = self.shards.header.to_dict()
         header.pop("target_name")
+        if self.spool is not None:
+            rows: dict[str, Any] = {"spool": True}
+            if self.config.eval_shards is not None:
+                rows["eval_rows_digest"] = _digest([self.eval_shards.ids[i] for i in self.eval_rows])
+        else:
+            rows = {
+                "train_rows": len(self.train_rows),
+                "train_rows_digest": _digest([self.shards.ids[i] for i in self.train_rows]),
+                "eval_rows": len(self.eval_rows),
+                "eval_rows_digest": _digest([self.eval_shards.ids[i] for i in self.eval_rows]),
+                "max_steps": self.max_steps,
+            }
         return {
             "drafter_config": self.drafter.to_dict(),
             "init": None if self.origin is None else self.origin.identity(),
             "shards_header": header,
-            "train_rows": len(self.train_rows),
-            "train_rows_digest": _digest([self.shards.ids[i] for i in self.train_rows]),
-            "eval_rows": len(self.eval_rows),
-            "eval_rows_digest": _digest([self.eval_shards.ids[i] for i in self.eval_rows]),
-            "max_steps": self.max_steps,
+            **rows,
             "settings": settings,
         }
 
@@ -99,18 +112,21 @@ def prepare(config: TrainConfig) -> Job:
     Raises:
         KitError: shards that cannot be read, are empty or of another target, or settings that do not fit.
     """
-    shards = open_shards(config.shards)
+    spool = find_spool(config)
+    shards = open_shards(config.shards) if spool is None else Shards.of(spool.folder, spool.header, [])
     header = shards.header
     _require_last_hidden(config, header)
     spec = _target_of(config, header)
     header.require_compatible(spec, f"shards {config.shards}")
     origin = find_origin(config, RunFolder(config.out))
     drafter = _drafter_config(config, spec, header, origin)
-    train_rows, eval_shards, eval_rows = _split(config, shards)
+    train_rows, eval_shards, eval_rows = _split(config, shards, spool)
     data = config.data
     lengths = [packed_length(shards.lengths[i]) for i in train_rows]
     plan = PackingPlan(lengths, seq_len=data.seq_len, rows_per_step=data.rows_per_step, seed=config.seed)
     endless = config.optim.max_steps is not None
+    if spool is not None:
+        spool.require_room(data.rows_per_step * data.seq_len)
     return Job(
         config=config,
         spec=spec,
@@ -121,9 +137,10 @@ def prepare(config: TrainConfig) -> Job:
         eval_shards=eval_shards,
         eval_rows=tuple(eval_rows),
         plan=plan,
-        max_steps=config.optim.max_steps or plan.num_steps(config.optim.epochs),
+        max_steps=0 if spool is not None else config.optim.max_steps or plan.num_steps(config.optim.epochs),
         last_row=None if endless else plan.num_rows(config.optim.epochs),
         num_long_rows=sum(length > data.seq_len for length in lengths),
+        spool=spool,
     )
 
 
@@ -157,8 +174,10 @@ def _drafter_config(
     return DrafterConfig.from_target(spec, target_layer_ids=header.target_layer_ids, **wanted)
 
 
-def _split(config: TrainConfig, shards: Shards) -> tuple[list[int], Shards, list[int]]:
-    if len(shards) == 0:
+def _split(config: TrainConfig, shards: Shards, spool: SpoolPlace | None) -> tuple[list[int], Shards, list[int]]:
+    if spool is not None and config.eval_shards is None:
+        return [], shards, []  # held out when the first shards are there
+    if len(shards) == 0 and spool is None:
         raise KitError(f"shards {config.shards} hold no rows; extract some first")
     max_rows = config.replay.max_rows
     if config.eval_shards is not None:

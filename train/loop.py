@@ -5,6 +5,7 @@ the sums that are exchanged anyway, so that they always stop together.
 """
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import isfinite
@@ -28,7 +29,7 @@ from .optimizer import set_rate
 from .outcome import finish, record_replay, save
 from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
-from .schedule import learning_rate
+from .schedule import Horizon, learning_rate
 from .sharding import gathered
 from .state import RunFolder, load_state
 from .stopping import StopRequest
@@ -69,28 +70,36 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     """
     job, config, parallel = trainer.job, trainer.job.config, trainer.parallel
     counters = trainer.counters
+    feed = trainer.feed
     tracker = Tracker(config, trainer.folder)
     parallel.on_main(lambda: tracker.start(counters.step))
-    reporter = Reporter(trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps, tracker=tracker)
+    reporter = Reporter(
+        trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps or None, tracker=tracker
+    )
     meter = Meter(job.drafter.num_draft_tokens)
     if counters.step:
-        reporter.say(f"resumed at step {counters.step} of {job.max_steps}")
+        reporter.say(f"resumed at step {counters.step}" + (f" of {job.max_steps}" if job.spool is None else ""))
     with reporter, StopRequest() as stop:
         if job.origin is not None and counters.step == 0:
             with meter.paused():
                 record_replay(trainer, reporter, argv)
-        for future in trainer.feed.steps(counters.step, job.max_steps):
+        for future in _timed(feed.steps(counters.step, job.max_steps), meter):
+            if future is None:  # a spool, whose extractor is behind
+                if _wait(trainer, reporter, meter, argv, stop_asked=stop.asked):
+                    return 0
+                continue
             t0 = time.perf_counter()
             rows, error = _take(future)
             meter.data_wait_s += time.perf_counter() - t0
-            lr = rate_at(job, counters.step)
+            lr = rate_at(job, feed.horizon(counters.step))
             result = train_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
             _count(counters, result)
             if result.applied and trainer.average is not None:
                 trainer.average.update(trainer.drafter, counters.step - counters.skipped_steps)
             _measure(meter, result)
-            reporter.advance(counters.step, result.loss_sum / max(result.weight_sum, 1e-9))
-            last = counters.step == job.max_steps
+            max_steps = feed.horizon(counters.step).steps
+            reporter.advance(counters.step, result.loss_sum / max(result.weight_sum, 1e-9), max_steps)
+            last = feed.is_last(counters.step)
             if last or counters.step % config.log_every_steps == 0:
                 _log(trainer, reporter, meter, lr, result)
             _give_up_when_hopeless(trainer, rows)
@@ -100,12 +109,16 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             with meter.paused():
                 if last or (every and counters.step % every == 0):
                     record_replay(trainer, reporter, argv)
-                if last or result.stop_asked or counters.step % config.save_every_steps == 0:
+                due = counters.step % config.save_every_steps == 0 or feed.wants_save(counters.step)
+                if last or result.stop_asked or due:
                     save(trainer, argv)
             if result.stop_asked and not last:
                 reporter.say(f"stopped at step {counters.step} as asked; the same command goes on from there")
                 return 0
         _require_applied(counters)
+        if job.spool is not None:
+            with meter.paused():
+                _close(trainer, reporter, argv)
         finish(trainer, reporter, argv)
     return 0
 
@@ -184,12 +197,12 @@ def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> to
     return ends.embed(ids.flatten())[None]
 
 
-def rate_at(job: Job, step: int) -> float:
-    """Learning rate of a step."""
+def rate_at(job: Job, horizon: Horizon) -> float:
+    """Learning rate of a step that is to be done."""
     optim = job.config.optim
     return learning_rate(
-        step,
-        max_steps=job.max_steps,
+        horizon.done,
+        max_steps=horizon.total,
         peak=optim.lr,
         warmup_fraction=optim.warmup_fraction,
         final_fraction=optim.final_fraction,
@@ -204,7 +217,46 @@ def resume(trainer: Trainer) -> None:
     steps = parallel.on_main(folder.steps)
     if steps:
         trainer.counters = load_state(folder, steps[-1], parallel, trainer.drafter, trainer.optimizer, trainer.average)
+        trainer.feed.resume(trainer.counters)
     parallel.on_main(lambda: folder.cut_metrics(trainer.counters.step if steps else -1))
+
+
+def _timed(steps: Iterator[Future[list[PackedRow]] | None], meter: Meter) -> Iterator[Future[list[PackedRow]] | None]:
+    """The same; the time until each is there counts as waiting for data."""
+    while True:
+        t0 = time.perf_counter()
+        try:
+            future = next(steps)
+        except StopIteration:
+            return
+        finally:
+            meter.data_wait_s += time.perf_counter() - t0
+        yield future
+
+
+def _wait(trainer: Trainer, reporter: Reporter, meter: Meter, argv: list[str] | None, *, stop_asked: bool) -> bool:
+    """While a spool has no further step: save where that makes room; returns whether to stop, in all processes."""
+    step = trainer.counters.step
+    if meter.is_wait_worth_a_line():
+        reporter.say(f"{trainer.feed.words} ({step} steps done)")
+    stops = trainer.parallel.sum([float(stop_asked)])[0] > 0
+    is_saved = step == 0 or step in trainer.parallel.on_main(trainer.folder.steps)[-1:]
+    if not is_saved and (stops or trainer.feed.wants_save(step)):
+        with meter.paused():
+            save(trainer, argv)
+    if stops:
+        reporter.say(f"stopped at step {step} as asked; the same command goes on from there")
+    return stops
+
+
+def _close(trainer: Trainer, reporter: Reporter, argv: list[str] | None) -> None:
+    """Replay and save at the end of a spool, where it was not known to be the end before."""
+    step = trainer.counters.step
+    if trainer.validation is not None and trainer.counters.last_replay.get("step") != step:
+        record_replay(trainer, reporter, argv)
+    if step not in trainer.parallel.on_main(trainer.folder.steps)[-1:]:
+        save(trainer, argv)
+    trainer.feed.release(step)
 
 
 def _apply(trainer: Trainer) -> tuple[float, bool]:
@@ -258,7 +310,9 @@ def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: 
         "skipped_steps": trainer.counters.skipped_steps,
         "peak_gib": peak_gib,
     }
-    reporter.say(step_line(values, trainer.job.max_steps))
+    horizon = trainer.feed.horizon(trainer.counters.step)
+    is_exact = trainer.job.spool is None
+    reporter.say(step_line(values, trainer.job.max_steps if is_exact else f"~{horizon.steps or '?'}"))
     reporter.record("train", trainer.counters.step, values)
     meter.reset()
 

@@ -55,8 +55,10 @@ def save(trainer: "Trainer", argv: list[str] | None) -> None:
     counters, folder = trainer.counters, trainer.folder
     drafter = whole_drafter(trainer.drafter, trainer.parallel, trainer.ends, trainer.average)
     _write_drafter(trainer, drafter, argv)
+    counters.spool = trainer.feed.state(counters.step)
     save_state(folder, trainer.parallel, trainer.drafter, trainer.optimizer, counters, trainer.average)
     trainer.parallel.on_main(lambda: folder.prune(trainer.job.config.keep_last, counters.best_step))
+    trainer.feed.release(counters.step)
 
 
 def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> None:
@@ -102,7 +104,7 @@ def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
         fingerprint=job.fingerprint(),
         metrics={
             "step": counters.step,
-            "max_steps": job.max_steps,
+            "max_steps": job.max_steps if job.spool is None else None,
             "replay_acceptance_length": counters.last_replay,
             "init_replay_acceptance_length": counters.first_replay or None,
             "skipped_steps": counters.skipped_steps,

@@ -7,10 +7,13 @@ attention keeps them apart. All ranks compute the same plan, so that nothing has
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from .anchors import row_generator
+
+T = TypeVar("T")
 
 OPEN_ROWS = 64
 """Packed rows that are filled at the same time; more fill better and mix lengths less."""
@@ -104,10 +107,8 @@ class PackingPlan:
         first = step * self.rows_per_step
         end = first + self.rows_per_step if last_row is None else min(first + self.rows_per_step, last_row)
         rows = list(self.rows(first, end))
-        micro_steps = num_micro_steps(self.rows_per_step, world_size)
         empty = PackedIndex(epoch=rows[0].epoch if rows else 0, row=0, members=())
-        places = [micro * world_size + rank for micro in range(micro_steps)]
-        return [rows[place] if place < len(rows) else empty for place in places]
+        return share_out(rows, empty, self.rows_per_step, rank, world_size)
 
     def num_rows(self, epochs: int) -> int:
         """Packed rows of that many epochs."""
@@ -123,6 +124,12 @@ class PackingPlan:
             before = self._ends[-1] if self._ends else 0
             self._ends.append(before + len(self._epoch(len(self._ends))))
         return self._ends[epoch]
+
+
+def share_out(rows: Sequence[T], empty: T, rows_per_step: int, rank: int, world_size: int) -> list[T]:
+    """One rank's part of a step's packed rows: as many for every rank, ``empty`` where there are none left."""
+    places = [micro * world_size + rank for micro in range(num_micro_steps(rows_per_step, world_size))]
+    return [rows[place] if place < len(rows) else empty for place in places]
 
 
 def num_micro_steps(rows_per_step: int, world_size: int) -> int:

@@ -14,6 +14,7 @@ from dflash_kit.acceptance import Acceptance
 
 from .tracking import Tracker
 
+WAIT_LINE_EVERY_S = 15.0
 METHOD_NAMES = {"chain": "chain", "ddtree": "DDTree"}
 
 
@@ -23,11 +24,11 @@ class Reporter:
     Args:
         metrics: file to append to; None writes none.
         active: whether this is the main process.
-        max_steps: length of the bar.
+        max_steps: length of the bar; None: not known yet.
         tracker: gets the numbers, too, and ends with the reporter.
     """
 
-    def __init__(self, metrics: Path | None, *, active: bool, max_steps: int, tracker: Tracker) -> None:
+    def __init__(self, metrics: Path | None, *, active: bool, max_steps: int | None, tracker: Tracker) -> None:
         self.console = Console(quiet=not active, highlight=False, soft_wrap=True)
         self._metrics = metrics if active else None
         self._tracker = tracker
@@ -55,9 +56,9 @@ class Reporter:
         """Print one line."""
         self.console.print(text, markup=False)
 
-    def advance(self, step: int, loss: float) -> None:
+    def advance(self, step: int, loss: float, max_steps: int | None) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
+        self._bar.update(self._task, completed=step, total=max_steps, note=f"loss {loss:.3f}")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, and tell the tracker."""
@@ -68,8 +69,8 @@ class Reporter:
             self._tracker.log(kind, step, values)
 
 
-def step_line(values: dict[str, Any], max_steps: int) -> str:
-    """The line of a training interval."""
+def step_line(values: dict[str, Any], max_steps: int | str) -> str:
+    """The line of a training interval; ``max_steps`` may be words where it is an estimate."""
     rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in values["slot_accuracy"])
     norm = values["grad_norm"]
     line = (
@@ -114,6 +115,7 @@ class Meter:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
+        self._wait_line_s: float | None = None
         self._paused_s = 0.0
         self.reset()
 
@@ -132,6 +134,14 @@ class Meter:
         t0 = time.perf_counter()
         yield
         self._paused_s += time.perf_counter() - t0
+
+    def is_wait_worth_a_line(self) -> bool:
+        """Whether to say that a step is waited for: at first, then every ``WAIT_LINE_EVERY_S``."""
+        now_s = time.perf_counter()
+        if self._wait_line_s is not None and now_s - self._wait_line_s < WAIT_LINE_EVERY_S:
+            return False
+        self._wait_line_s = now_s
+        return True
 
     def add_slots(self, correct: Sequence[float], counted: Sequence[float]) -> None:
         """Hits and trials of each slot."""

@@ -1,7 +1,18 @@
 """The learning rate as a pure function of the step, so that a resumed run cannot bend it."""
 
 import math
+from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Horizon:
+    """How far a run is, in the unit in which its end is known: steps, or rows of a spool."""
+
+    done: int
+    total: int
+    steps: int | None
+    """Optimizer steps of the whole run; an estimate for a spool, None where there is none yet."""
 
 
 def learning_rate(

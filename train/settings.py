@@ -153,9 +153,9 @@ class OptimSettings:
     """Decay per step of a float32 average of the weights, which replay and the finished drafter then use; 0: none.
     It starts lower, (1 + step) / (10 + step), so that the first weights are forgotten. Not under ZeRO 3."""
     epochs: int = 6
-    """Passes over the rows; without effect where max_steps is given."""
+    """Passes over the rows; without effect where max_steps is given, and on a spool, where extraction has the epochs."""
     max_steps: int | None = None
-    """Optimizer steps; null takes what the epochs need."""
+    """Optimizer steps; null takes what the epochs need. Not for a spool, which is trained on to its end."""
     max_bad_steps: int = 5
     """Steps in a row with a non-finite loss or gradient after which the run stops; each is skipped."""
 
@@ -238,7 +238,7 @@ class TrainConfig:
     """Train a drafter from shards."""
 
     shards: str
-    """Folder that extraction wrote, or its URL in an object store."""
+    """Folder that extraction wrote, or writes (a spool), or a URL in an object store."""
     out: str
     """Folder for the finished drafter; OUT.state beside it holds the trainer's state and intermediate checkpoints.
     A link is followed: both lie where it leads."""
@@ -248,7 +248,14 @@ class TrainConfig:
     """Drafter checkpoint to start from, a folder or hub id, published or of this trainer; null starts from random
     weights. Taps, layer types, windows, causal flags, mask token, block size and sizes are kept."""
     eval_shards: str | None = None
-    """Shards (folder or URL) to replay on; null holds a share of the training shards out."""
+    """Shards (folder or URL) to replay on; null holds a share of the training shards out (of a spool, rows of the first
+    window, which are copied to OUT.state/held-out)."""
+    spool: bool | None = None
+    """true: train while an extractor writes with --spool_bytes, which may begin later, and delete shards once a saved
+    state is past them; training ends with the spool. false: train on the shards that are there. null: true for a folder
+    whose manifest says that it is a spool."""
+    spool_timeout_s: float = 600.0
+    """How long to wait for a spool at which no extractor is at work and whose end is not written, in seconds."""
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     data: DataSettings = field(default_factory=DataSettings)
     loss: LossSettings = field(default_factory=LossSettings)
@@ -275,6 +282,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("log_every_steps", "save_every_steps", "keep_last"):
             _at_least(name, getattr(self, name), 1)
+        if not 0 < self.spool_timeout_s < inf:
+            raise ValueError(f"spool_timeout_s is {self.spool_timeout_s}; it must be above 0, and finite")
+        if self.spool and self.optim.max_steps is not None:
+            raise ValueError(
+                f"optim.max_steps is {self.optim.max_steps} with a spool, which is trained on to its end; leave it out"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}; allowed is 0 up to 2^63 - 1 ({MAX_SEED})")
         if self.cpu_threads is not None:
