@@ -208,7 +208,7 @@ def _watch(workers: list[Worker], events: Any, progress: ExtractionProgress, pla
             failed_here = value.get("failed", 0) - worker.failed
             worker.rows, worker.tokens, worker.bytes = value["rows"], value["tokens"], value["bytes"]
             worker.failed += failed_here
-            worker.is_waiting = value["is_waiting"]
+            worker.is_waiting = value.get("is_waiting", False)
             num_bytes, is_waiting = sum(each.bytes for each in workers), any(each.is_waiting for each in workers)
             progress.update(Progress(rows, tokens, num_bytes, num_failed=failed_here, is_waiting=is_waiting))
         elif kind == "done":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_kit.errors import KitError
-from extract import cli, estimate, gpu_meter, progress
+from extract import cli, estimate, gpu_meter, jobs, progress
 from extract.capture import Progress
 from extract.estimate import Rates, count_active_weights, least_time_s
 from extract.progress import ExtractionProgress
@@ -114,7 +114,7 @@ def test_the_least_time_is_that_of_the_products_or_of_reading_the_weights():
 
 
 def test_a_dry_run_says_samples_tokens_bytes_time_and_free_disk(tiny_target, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "measure_rates", lambda dtype: Rates(flops_per_s=1e9, bytes_per_s=1e9))
+    monkeypatch.setattr(jobs, "measure_rates", lambda dtype: Rates(flops_per_s=1e9, bytes_per_s=1e9))
     monkeypatch.setattr(cli, "free_bytes", lambda folder: 12345)
     (tmp_path / "p.jsonl").write_text(json.dumps({"input_ids": [1] * 100}) + "\n" + json.dumps({"input_ids": [2] * 50}))
     argv = ["--model", str(tiny_target), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "s")]
@@ -131,7 +131,7 @@ def test_a_dry_run_says_samples_tokens_bytes_time_and_free_disk(tiny_target, tmp
     def fail(*_):
         raise KitError("transformers cannot build this target")
 
-    monkeypatch.setattr(cli, "count_active_weights", fail)
+    monkeypatch.setattr(jobs, "count_active_weights", fail)
     assert cli.main(argv) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("time     unknown")
