@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -18,6 +17,7 @@ from dflash_kit.vllm_version import installed_vllm
 from .capture import Job, Progress
 from .failures import Failures
 from .prompts import Sample, answer_seed
+from .vllm_calls import ask, stop
 from .vllm_environment import prepare_environment
 
 # How long rows may take from the end of a request to the writer before the run is given up.
@@ -49,7 +49,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
         yield from run.run()
         yield run.finish(run.failures.settle(summary))
     finally:
-        _stop(engine)
+        stop(engine)
 
 
 def start_engine(job: Job, samples: list[Sample]) -> Any:
@@ -202,7 +202,7 @@ class _Run:
 
     def finish(self, summary: dict[str, Any]) -> Progress:
         """Finish the last shard."""
-        return self._read(self._engine.collective_rpc("shard_writer_finish", args=(summary,)))
+        return self._read(self._ask("shard_writer_finish", (summary,)))
 
     def _feed(self) -> None:
         """Keep a few batches queued in the engine, not the whole file."""
@@ -229,12 +229,21 @@ class _Run:
         try:
             return list(self._engine.step())
         except Exception as error:
-            sources = [sample.source for row_id, sample in self._in_flight.items() if row_id not in self._ended]
-            raise KitError(
-                f"vLLM's engine died, or a process of it was killed ({error or type(error).__name__}; its own messages "
-                f"stand above) while it worked on {len(sources)} samples ({', '.join(sources[:3])}{', …' * (len(sources) > 3)}); "
-                "finished shards are intact: run the same command again to resume"
-            ) from error
+            raise self._death(error) from error
+
+    def _ask(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        try:
+            return ask(self._engine, name, args)
+        except Exception as error:
+            raise self._death(error) from error
+
+    def _death(self, error: Exception) -> KitError:
+        sources = [sample.source for row_id, sample in self._in_flight.items() if row_id not in self._ended]
+        return KitError(
+            f"vLLM's engine died, or a process of it was killed ({error or type(error).__name__}; its own messages "
+            f"stand above) while it worked on {len(sources)} samples ({', '.join(sources[:3])}{', …' * (len(sources) > 3)}); "
+            "finished shards are intact: run the same command again to resume"
+        )
 
     def _take_outputs(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -251,7 +260,7 @@ class _Run:
 
     def _report(self) -> Progress:
         self._next_status_s = time.monotonic() + STATUS_EVERY_S
-        return self._read(self._engine.collective_rpc("shard_writer_status"))
+        return self._read(self._ask("shard_writer_status"))
 
     def _read(self, statuses: list[dict[str, Any] | None]) -> Progress:
         status = next((status for status in statuses if status is not None), None)
@@ -277,12 +286,3 @@ def _refusals() -> tuple[type[Exception], ...]:
     with suppress(ImportError, AttributeError):
         return (ValueError, import_module("vllm.exceptions").VLLMClientError)
     return (ValueError,)
-
-
-def _stop(engine: Any) -> None:
-    """Finish what the writer holds, if the engine still answers, and end its processes."""
-    try:
-        engine.collective_rpc("shard_writer_finish", args=(None,), timeout=60)
-    except Exception as error:  # a dead engine: its unfinished shard is dropped by the next run
-        print(f"note: the engine did not close in order ({type(error).__name__})", file=sys.stderr)
-    engine.engine_core.shutdown(timeout=1.0)  # nothing is left to be saved

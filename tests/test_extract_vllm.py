@@ -16,7 +16,7 @@ import torch
 from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_shards
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
-from extract import vllm_capture
+from extract import vllm_calls, vllm_capture
 from extract.capture import Job
 from extract.conversations import Conversation
 from extract.plan import make_plan
@@ -111,7 +111,7 @@ def capture(smollm2, environment, tmp_path_factory):
         with pytest.raises(KitError, match=f"sample {plan.samples[0].id} was captured twice"):
             list(repeated.run())
     finally:
-        vllm_capture._stop(engine)
+        vllm_calls.stop(engine)
     return plan, reports, open_shards(job.folder)
 
 
