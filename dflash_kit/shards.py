@@ -6,6 +6,7 @@ rule (which tokens have hidden states, what ``next_token`` is) stands in ``shard
 """
 
 import os
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ class Shards(Sequence[Row]):
             self._read_manifests()
         self._files: OrderedDict[int, ShardFile] = OrderedDict()
         self._checked: set[int] = set()
+        self._lock = threading.Lock()
 
     def _read_manifests(self) -> None:
         manifests = self._manifests()
@@ -83,6 +85,7 @@ class Shards(Sequence[Row]):
         shards = cls.__new__(cls)
         shards.folder, shards.header, shards.summary = folder, header, None
         shards._check, shards._files, shards._checked = check, OrderedDict(), set()
+        shards._lock = threading.Lock()
         shards._take_entries(entries)
         return shards
 
@@ -112,7 +115,8 @@ class Shards(Sequence[Row]):
             raise IndexError(f"row {index} of {len(self)}")
         shard_index = bisect_right(self._ends, position)
         first = self._ends[shard_index - 1] if shard_index else 0
-        file = self._file(shard_index)
+        with self._lock:  # rows are read by several threads
+            file = self._file(shard_index)
         row, checksum = file.row(position - first)
         self._verify(row, checksum, position, file.path)
         return with_readable_states(row)
@@ -121,7 +125,11 @@ class Shards(Sequence[Row]):
         return (self[i] for i in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict(), "_checked": set()}
+        return {**self.__dict__, "_files": OrderedDict(), "_checked": set(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     def _manifests(self) -> Manifests:
         return read_manifests(Path(self.folder))

@@ -75,6 +75,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
             prefetch=config.data.prefetch,
             fixed_shapes=on_gpu,
             pin=on_gpu,
+            num_threads=config.data.prefetch + 1 if on_gpu else 1,
         )
     validation = None
     if eval_rows:

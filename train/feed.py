@@ -1,5 +1,6 @@
 """Reads the packed rows of coming steps while the current one is computed."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,7 +12,9 @@ from .schedule import Horizon
 
 
 class Feed:
-    """The packed rows of each step, for one process, read ahead by a thread.
+    """The packed rows of each step, for one process, read ahead by threads.
+
+    A small drafter's step takes a GPU less time than one thread needs to copy and pin the step's states.
 
     Args:
         plan: which rows belong to which step.
@@ -22,6 +25,7 @@ class Feed:
         prefetch: steps to read ahead.
         fixed_shapes: keep unfilled tails and unused blocks (GPUs), or trim them (CPU).
         pin: put tensors into pinned memory, for asynchronous copies to a GPU.
+        num_threads: that read, a step each.
     """
 
     def __init__(
@@ -35,16 +39,19 @@ class Feed:
         prefetch: int,
         fixed_shapes: bool,
         pin: bool,
+        num_threads: int = 1,
     ) -> None:
         self._plan, self._packer = plan, packer
         self._rank, self._world_size, self._last_row = rank, world_size, last_row
         self._prefetch, self._fixed_shapes, self._pin = prefetch, fixed_shapes, pin
+        self._num_threads = num_threads
+        self._plan_lock = threading.Lock()
         self._end = 0
 
     def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]] | None"]:
         """One future for each step from ``first`` to ``end`` (exclusive); a failed read raises from its result."""
         self._end = end
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as pool:
+        with ThreadPoolExecutor(max_workers=self._num_threads, thread_name_prefix="feed") as pool:
             ahead: list[Future[list[PackedRow]]] = []
             coming = iter(range(first, end))
             try:
@@ -87,7 +94,8 @@ class Feed:
         """Nothing is held."""
 
     def _read(self, step: int) -> list[PackedRow]:
-        indices = self._plan.step(step, self._rank, self._world_size, last_row=self._last_row)
+        with self._plan_lock:
+            indices = self._plan.step(step, self._rank, self._world_size, last_row=self._last_row)
         return self._finished([self._packer(index) for index in indices])
 
     def _finished(self, rows: list[PackedRow]) -> list[PackedRow]:
