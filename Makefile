@@ -16,6 +16,7 @@ PIP_INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --no-warn-co
 STAMP := $(VENV)/.installed
 LIMITS := $(VENV)/limits.txt
 DEMO_RECIPE := configs/smollm2-demo.yaml
+BUNDLED_DRAFTER := data/drafters/smollm2-135m-instruct
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 
 .PHONY: install demo test lint format clean-demo
@@ -57,6 +58,9 @@ demo: install
 	$(PY) extract/dump.py --config $(DEMO_RECIPE)
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu_zero1.yaml train/run.py --config $(DEMO_RECIPE)
 	$(PY) decode/eval.py --config $(DEMO_RECIPE)
+	@echo "and the drafter that one H200 trained for the same target (data/drafters):"
+	$(PY) decode/eval.py --ckpt $(BUNDLED_DRAFTER) --target runs/demo/model --out runs/demo/report-bundled \
+		--benchmarks gsm8k --limit 4 --max_new_tokens 64 --budgets 16,64
 
 # Two test processes of one thread each (torch and vLLM alike): two threads collapse when anything else runs on two cores.
 test: install

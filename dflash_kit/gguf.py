@@ -32,6 +32,15 @@ SMOLLM2_BYTES = 98_362_432
 RECORD_FILE = "conversion.json"
 FORMAT_VERSION = 1
 
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+PLAIN_BPE = {
+    "unk_token": None,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "fuse_unk": False,
+    "byte_fallback": False,
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
@@ -188,10 +197,16 @@ def _fix_tokenizer(tokenizer: Any, metadata: dict[str, Any], max_length: int) ->
 
     SmolLM splits numbers into single digits first; without that 14 % of chat texts tokenise differently.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import Tokenizer, pre_tokenizers
 
     split = metadata.get("tokenizer.ggml.pre")
     if split == "smollm":
+        # Versions of transformers differ in settings that no text meets where every byte is a token (an empty normalizer, a
+        # token for the unknown). They are written in one way: a drafter knows its target by them.
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules |= {"normalizer": None, "decoder": BYTE_LEVEL}
+        rules["model"] |= PLAIN_BPE
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules))
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
