@@ -17,6 +17,7 @@ from dflash_kit.target_ends import TargetEnds
 
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
+from .hybrid_layers import is_hybrid
 from .inputs import Inputs, read_inputs
 from .live import LiveEvaluation, method_label, require_prompts_fit
 from .progress import EvaluationProgress
@@ -168,6 +169,8 @@ def _engine(
     reason = reason_against(model, drafter, methods, config.temperature)
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
+    if config.engine == "auto" and not reason and is_hybrid(model):
+        reason = "its kernels for hybrid targets have not been tried on a GPU yet; --engine fused takes them"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: a round is one CUDA graph", flush=True)
         max_budget = max(budget for _, budget in methods)

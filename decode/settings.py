@@ -61,7 +61,7 @@ class EvalConfig:
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable"] = "auto"
     """fused: whole rounds as CUDA graphs, greedy, dense Llama-like and hybrid targets; portable: anything transformers runs; auto
-    takes fused on a GPU where it can."""
+    takes fused on a GPU where it can and the target is no hybrid."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""
     cpu_threads: int | None = None
