@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dflash_kit.acceptance import AR
 from dflash_kit.benchmark_prompts import BenchmarkPrompt, load_benchmark
 from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
@@ -23,9 +24,10 @@ from .live import LiveEvaluation, method_label, require_prompts_fit
 from .progress import EvaluationProgress
 from .replay import benchmark_name, open_matching_shards, replay_shards
 from .report import REPORT_NAME, build_report, print_report, write_report
-from .results import PromptResult, ResultStore, total_differences
+from .results import PromptResult, ResultStore
 from .settings import EvalConfig, choose_device
 from .target_runner import TargetRunner
+from .verdict import judge
 
 __all__ = ["EvalConfig", "main"]
 
@@ -36,7 +38,7 @@ EXPECTED_BYTES = 64 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, decode or replay, report; 1 when greedy float32 decoding was not the target's own."""
+    """Parse, check, decode or replay, report; 1 when greedy decoding was not the target's own."""
     config = parse_config("eval", EvalConfig, argv, description=DESCRIPTION)
     device, dtype = choose_device(config)
     if config.cpu_threads is not None:
@@ -82,7 +84,8 @@ def _report(
         raise KitError(f"report in {config.out_folder} cannot be written: {error}; mend that and run again") from error
     print_report(report)
     print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
-    status = _judge(config, results, dtype)
+    is_compared = config.replay is None and config.temperature == 0 and AR in config.method_names
+    status = judge(results, dtype) if is_compared else 0
     if status == 0 and config.push_to_hub is not None:
         _publish(config, report)
     return status
@@ -114,6 +117,7 @@ def _decode(
                 tokenizer,
                 config,
                 methods,
+                getattr(torch, dtype),
                 on_response=lambda method, generation: progress.add_response(method, generation.log),
                 on_prompt=lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
             )
@@ -261,19 +265,3 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
         "settings": config.result_settings(),
         "provenance": provenance,
     }
-
-
-def _judge(config: EvalConfig, results: list[PromptResult], dtype: str) -> int:
-    """Exit status: in float32, greedy decoding must give exactly the autoregressive tokens."""
-    if config.replay is not None or config.temperature > 0 or "ar" not in config.method_names:
-        return 0
-    differing = {label: count for label, count in total_differences(results).items() if count}
-    if not differing:
-        print("lossless: every response equals autoregressive decoding token for token")
-        return 0
-    words = ", ".join(f"{count} of {label}" for label, count in differing.items())
-    if dtype == "float32":
-        print(f"error: tokens differ from autoregressive decoding in float32: {words}", file=sys.stderr)
-        return 1
-    print(f"tokens that differ from autoregressive decoding in {dtype} (near-ties may flip): {words}")
-    return 0

@@ -10,6 +10,7 @@ from dflash_kit.benchmark_prompts import BenchmarkPrompt
 from dflash_kit.target import digest
 
 from .conversation import Conversation
+from .divergence import Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
 from .fused_engine import FusedEngine
 from .results import PromptResult, Response, ResultStore, count_differences
@@ -28,6 +29,7 @@ class LiveEvaluation:
         tokenizer: the target's.
         config: what to decode.
         methods: name and budget, the baseline first.
+        dtype: that the target computes in.
         on_response: called after each response, to show progress.
         on_prompt: called when a prompt is finished and on disk.
     """
@@ -38,10 +40,12 @@ class LiveEvaluation:
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],
+        dtype: torch.dtype,
         on_response: OnResponse | None = None,
         on_prompt: Callable[[PromptResult], None] | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.config, self.methods = engine, tokenizer, config, list(methods)
+        self._dtype = dtype
         self._on_response = on_response or (lambda method, generation: None)
         self._on_prompt = on_prompt or (lambda result: None)
         self._generator = torch.Generator(device=engine.target.device)
@@ -63,10 +67,12 @@ class LiveEvaluation:
             method: open_conversation(self.tokenizer, self.config, benchmark, prompt) for method in self.methods
         }
         responses: list[Response] = []
+        prompts: dict[tuple[int, tuple[str, int]], list[int]] = {}
         for turn in range(len(prompt.turns)):
             for method in self.methods:
                 conversation = conversations[method]
-                prefix = self._prefill(conversation.ask(turn), conversation.name)
+                prompts[turn, method] = conversation.ask(turn)
+                prefix = self._prefill(prompts[turn, method], conversation.name)
                 self._generator.manual_seed(_stream(self.config.seed, benchmark, prompt.id, turn, method))
                 generation = self.engine.decode(
                     prefix,
@@ -85,6 +91,7 @@ class LiveEvaluation:
             prompt_id=prompt.id,
             responses=tuple(responses),
             differing_tokens=self._differences(responses),
+            divergences=tuple(self._divergences(responses, prompts)),
         )
 
     def _prefill(self, prompt_ids: list[int], name: str) -> Prefix:
@@ -105,6 +112,42 @@ class LiveEvaluation:
             if response.method[0] != AR and response.turn in baseline:
                 label = method_label(response.method)
                 found[label] = found.get(label, 0) + count_differences(response.token_ids, baseline[response.turn])
+        return found
+
+    def _divergences(
+        self, responses: Sequence[Response], prompts: dict[tuple[int, tuple[str, int]], list[int]]
+    ) -> list[Divergence]:
+        """Where greedy responses leave the baseline's to the same prompt, each with its logit gap.
+
+        Once a conversation has diverged, its later prompts are others and nothing can be compared.
+        """
+        if self.config.temperature > 0:
+            return []
+        baseline = {r.turn: r for r in responses if r.method[0] == AR}
+        logits: dict[tuple[int, int], torch.Tensor] = {}  # methods often diverge at the same token
+        found = []
+        for response in responses:
+            turn, ar = response.turn, baseline.get(response.turn)
+            if ar is None or prompts[turn, response.method] != prompts[turn, ar.method]:
+                continue
+            position = first_difference(response.token_ids, ar.token_ids)
+            if position is None:
+                continue
+            if (turn, position) not in logits:
+                common = prompts[turn, ar.method] + list(ar.token_ids[:position])
+                logits[turn, position] = self.engine.prefill(common, 1, 0, response.log.prompt_id).logits
+                self._prefilled = None  # the engine holds this prefix now
+            found.append(
+                measure_divergence(
+                    logits[turn, position],
+                    self._dtype,
+                    turn=turn,
+                    method=response.method,
+                    position=position,
+                    ours=response.token_ids,
+                    baseline=ar.token_ids,
+                )
+            )
         return found
 
     def _warm_up(self, benchmark: str, prompt: BenchmarkPrompt) -> None:

@@ -52,6 +52,7 @@ def build_report(
         summaries = {method: _summary(of_benchmark, method, num_draft_tokens) for method in methods}
         differing = total_differences(of_benchmark)
         for method, summary in summaries.items():
+            differs = differing.get(method_label(method))
             baseline = next((s for m, s in summaries.items() if m[0] == AR), None)
             entries.append(
                 {
@@ -61,7 +62,8 @@ def build_report(
                     "budget": method[1],
                     **summary.to_dict(),
                     "speedup": summary.speedup_over(baseline) if baseline is not None else None,
-                    "differing_tokens": differing.get(method_label(method)),
+                    "differing_tokens": differs,
+                    **({} if differs is None else _divergence(of_benchmark, method, differs)),
                 }
             )
     for entry in entries:
@@ -77,6 +79,23 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         partial = folder / (name + ".incomplete")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / name)
+
+
+def divergence_lines(report: dict[str, Any]) -> list[str]:
+    """For every method that leaves autoregressive decoding: how often, and the largest logit gap of it."""
+    lines = []
+    for entry in report["results"]:
+        worst = entry.get("largest_gap")
+        if worst is not None:
+            gap = "no logit gap, one of them only ends" if worst["gap"] is None else f"logit gap {worst['gap']:.3g}"
+            steps = "" if worst["steps"] is None else f" ({worst['steps']:.3g} rounding steps)"
+            lines.append(
+                f"{entry['benchmark']} {method_label((entry['method'], entry['budget']))}: "
+                f"{entry['diverging_responses']} of {entry['responses']} responses leave the autoregressive one; "
+                f"at most {gap}{steps} at the first token that differs, token {worst['position']} of turn "
+                f"{worst['turn']} of {worst['prompt_id']}: {worst['token']} instead of {worst['ar_token']}"
+            )
+    return lines
 
 
 COLUMNS = ("benchmark", "method", "n", "rounds", "τ", "95 %", "τ/prompt", "ms/round", "tok/s", "speed", "diff")
@@ -104,6 +123,8 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     console.print(
         f"n prompts; τ pooled acceptance length; diff: tokens unlike autoregressive. {CUT_RULE}", highlight=False
     )
+    for line in divergence_lines(report):
+        console.print(escape(line), highlight=False)
 
 
 def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:
@@ -126,6 +147,29 @@ def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _divergence(results: Iterable[PromptResult], method: Method, differing_tokens: int) -> dict[str, Any]:
+    """How many responses leave the autoregressive one, and the largest logit gap among their first differing tokens.
+
+    Results of versions that recorded no divergences have no such count.
+    """
+    found = [(d, result.prompt_id) for result in results for d in result.divergences if d.method == method]
+    if not found:
+        return {"diverging_responses": None if differing_tokens else 0, "largest_gap": None}
+    worst, prompt_id = max(found, key=lambda pair: pair[0].severity)
+    return {
+        "diverging_responses": len(found),
+        "largest_gap": {
+            "gap": worst.gap,
+            "steps": worst.steps,
+            "prompt_id": prompt_id,
+            "turn": worst.turn,
+            "position": worst.position,
+            "ar_token": worst.ar_token,
+            "token": worst.token,
+        },
+    }
 
 
 def _summary(results: Iterable[PromptResult], method: Method, num_draft_tokens: int) -> Acceptance:

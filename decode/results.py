@@ -16,6 +16,8 @@ from dflash_kit.acceptance import RoundLog
 from dflash_kit.errors import KitError, require_dir_empty
 from dflash_kit.shard_journal import is_being_written
 
+from .divergence import Divergence
+
 RESULTS_NAME = "results.jsonl"
 Method = tuple[str, int]
 
@@ -61,6 +63,8 @@ class PromptResult:
     responses: tuple[Response, ...]
     differing_tokens: dict[str, int]
     """Tokens that differ from autoregressive decoding, by method and budget; greedy decoding only."""
+    divergences: tuple[Divergence, ...] = ()
+    """First differing token of each response that leaves the autoregressive one; greedy decoding only."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -68,6 +72,7 @@ class PromptResult:
             "benchmark": self.benchmark,
             "prompt_id": self.prompt_id,
             "differing_tokens": self.differing_tokens,
+            "divergences": [divergence.to_dict() for divergence in self.divergences],
             "responses": [response.to_dict() for response in self.responses],
         }
 
@@ -79,6 +84,7 @@ class PromptResult:
             prompt_id=values["prompt_id"],
             responses=tuple(Response.from_dict(value) for value in values["responses"]),
             differing_tokens=dict(values["differing_tokens"]),
+            divergences=tuple(Divergence.from_dict(value) for value in values.get("divergences", ())),
         )
 
 
