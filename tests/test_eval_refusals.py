@@ -175,6 +175,7 @@ def test_a_report_folder_that_cannot_be(tmp_path: Path, refuse: Refuse) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
         for more in ((), ("--dry_run",)):
             assert "--out" in refuse(f"--out={folder}", *more)
+    assert "out is 's3://bucket/report', which is no folder" in refuse("--out=s3://bucket/report")
 
 
 def test_a_file_name_that_is_not_utf8_has_a_digest() -> None:

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from dflash_kit.errors import require_folder_name
+
 from .losses import default_gamma
 
 NEW_DRAFTER: dict[str, Any] = {
@@ -280,6 +282,7 @@ class TrainConfig:
     """Print what would be trained, with sizes and memory, and stop."""
 
     def __post_init__(self) -> None:
+        require_folder_name("out", self.out)
         for name in ("log_every_steps", "save_every_steps", "keep_last"):
             _at_least(name, getattr(self, name), 1)
         if not 0 < self.spool_timeout_s < inf:
