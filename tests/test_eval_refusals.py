@@ -17,6 +17,7 @@ from decode.fused_engine import FusedEngine
 from decode.settings import EvalConfig
 from dflash_kit.errors import KitError, run_cli
 from dflash_kit.shards import ShardWriter
+from dflash_kit.spool import ConsumedJournal
 from dflash_kit.target import TargetSpec, digest, load_target
 from helpers import make_tiny_target
 
@@ -168,6 +169,14 @@ def test_a_config_that_is_no_object(made: Path, tmp_path: Path, refuse: Refuse, 
     ckpt = shutil.copytree(made / "drafter", tmp_path / "drafter")
     (ckpt / "config.json").write_text(content)
     assert "config.json" in refuse(f"--ckpt={ckpt}")
+
+
+def test_a_spool_that_is_used_up(made: Path, tmp_path: Path, refuse: Refuse) -> None:
+    spool = shutil.copytree(made / "shards", tmp_path / "spool")
+    journal = ConsumedJournal(spool)
+    journal.consume([path.name for path in spool.glob("*.arrow")])
+    journal.close()
+    assert "spool hold no row (those that the trainer of a spool has used" in refuse(f"--replay={spool}")
 
 
 def test_a_report_folder_that_cannot_be(tmp_path: Path, refuse: Refuse) -> None:

@@ -114,9 +114,7 @@ class LossSettings:
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
         if self.sample_slots and self.kind == "dpace":
-            raise ValueError(
-                "loss.sample_slots is true with loss.kind dpace; D-PACE needs every slot, set one of them back"
-            )
+            raise ValueError("loss.sample_slots is true with loss.kind dpace, which needs every slot; set one back")
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"loss.dpace_alpha is {self.dpace_alpha}; allowed is 0 to 1")
 
