@@ -32,6 +32,11 @@ def open_matching_shards(config: EvalConfig, spec: TargetSpec, drafter_config: D
             f"shards {config.replay} have taps of layers {list(header.target_layer_ids)}, but checkpoint {config.ckpt} "
             f"reads layers {list(drafter_config.target_layer_ids)}; extract again with these layers"
         )
+    if not shards:
+        raise KitError(
+            f"shards {config.replay} hold no row (those that the trainer of a spool has used are gone); replay others, as "
+            "those in held-out of the trainer's state folder"
+        )
     if not any(row.is_generated for row in shards):
         raise KitError(
             f"shards {config.replay} hold no response of the target's own; replay needs rows that extraction generated"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_kit.acceptance import AR, CHAIN, DDTREE
-from dflash_kit.errors import KitError
+from dflash_kit.errors import KitError, require_folder_name
 
 from .sampling import Sampling
 
@@ -77,6 +77,8 @@ class EvalConfig:
     """Check everything, say what would be done, and write nothing."""
 
     def __post_init__(self) -> None:
+        if self.out is not None:
+            require_folder_name("out", self.out)
         if self.push_dry_run and self.push_to_hub is None:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # NaN, too

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -59,6 +60,21 @@ def require_dir_empty(path: str | Path, what: str) -> None:
         raise KitError(f"{what} {path} is a file; name a new or empty folder")
     if path.is_dir() and any(path.iterdir()):
         raise KitError(f"{what} {path} is not empty; nothing was written: name a new folder or empty it")
+
+
+def require_folder_name(name: str, place: str) -> None:
+    """Refuse a URL, also a mistyped one, where a folder is to be written: it would become a folder of that name here.
+
+    Args:
+        name: of the setting.
+        place: its value.
+
+    Raises:
+        KitError: ``place`` begins like a URL.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", place):
+        why = "a URL may stand for shards alone" if "://" in place else "a URL has two slashes"
+        raise KitError(f"{name} is {place!r}, which is no folder ({why}); name a folder, as ./{place} if it is one")
 
 
 def require_free_bytes(path: str | Path, num_bytes: int, what: str) -> None:

@@ -45,6 +45,14 @@ class ShardCache:
             raise KitError(f"{BYTES_VARIABLE} is {text!r}; it must be a whole number of bytes, at least 1")
         return cls(folder.absolute(), int(text))
 
+    def require_fit(self, name: str, num_bytes: int) -> None:
+        """Refuse a shard that is larger than the whole cache, ``KitError``."""
+        if num_bytes > self.max_bytes:
+            raise KitError(
+                f"shard {name} has {num_bytes:,} bytes, more than the cache {self.folder} may hold ({self.max_bytes:,}); "
+                f"raise {BYTES_VARIABLE}"
+            )
+
     def fetch(
         self,
         store: ShardStore,
@@ -93,11 +101,7 @@ class ShardCache:
         Returns:
             Descriptor of the file that stands for it; None after waiting for somebody: look again.
         """
-        if num_bytes > self.max_bytes:
-            raise KitError(
-                f"shard {target.name} has {num_bytes:,} bytes, more than the cache {self.folder} may hold "
-                f"({self.max_bytes:,}); raise {BYTES_VARIABLE}"
-            )
+        self.require_fit(target.name, num_bytes)
         partial = _partial(target, num_bytes)
         with self._locked():
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)

@@ -28,12 +28,17 @@ class RemoteShards(Shards):
         url: of the run.
         check: compare each row with its checksum the first time it is read.
         cache: where shards lie on this host; None: ``ShardCache.of_environment``.
+
+    Raises:
+        KitError: see ``Shards``, or a shard is larger than the whole cache.
     """
 
     def __init__(self, url: str, *, check: bool = True, cache: ShardCache | None = None) -> None:
         self._store = ShardStore(url)
         self._cache = cache or ShardCache.of_environment()
         super().__init__(url, check=check)
+        for name, _, num_bytes, _ in self._shards:  # now, and not in the middle of a training run
+            self._cache.require_fit(name, num_bytes)
 
     def _manifests(self) -> Manifests:
         return read_store_manifests(self._store, list(self._store.sizes()))

@@ -31,9 +31,16 @@ class Staging:
         parent: folder of staging folders; they are named by store, rank and number of ranks.
         store: where the shards go.
         share: the rank.
+
+    Raises:
+        KitError: ``parent`` lies in the store, where it would be taken for objects.
     """
 
     def __init__(self, parent: Path, store: ShardStore, share: Share) -> None:
+        if store.folder is not None and parent.resolve().is_relative_to(store.folder.resolve()):
+            raise KitError(
+                f"staging {parent} lies in the store {store.url} itself; name a folder elsewhere with --staging"
+            )
         self.folder = parent.absolute() / f"{store.key}-r{share.rank:05d}-of-{share.world_size:05d}"
         self._share = share
         self._manifest = self.folder / share.manifest_name

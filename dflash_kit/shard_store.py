@@ -27,6 +27,7 @@ RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0)
 """Between attempts at a request that failed; the driver may have retried on its own before that."""
 READS_AT_ONCE = 16
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LOCAL = ("file", "local")
 # What another attempt cannot mend; the drivers translate their services' errors to these.
 _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, IsADirectoryError, NotADirectoryError, TypeError)
 
@@ -45,16 +46,25 @@ class ShardStore:
         url: ``protocol://…``; credentials and endpoints are the driver's own settings (environment, its files).
 
     Raises:
-        KitError: a protocol that fsspec does not know, or whose package is not installed.
+        KitError: a protocol that fsspec does not know, or whose package is not installed, or a relative path.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        protocol, _, path = self.url.partition("://")
+        if protocol.lower() in _LOCAL and not path.startswith("/"):
+            raise KitError(f"{url} has no absolute path, and would depend on where you are; write {protocol}:///{path}")
         self.key = hashlib.blake2b(self.url.encode(), digest_size=6).hexdigest()
         """Names this store in folders of this host."""
         self._fs: Any = None
         self._pid = -1
         self._connect()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this host that the URL names; None: it is elsewhere."""
+        self._connect()
+        return Path(self._root) if self._renames else None
 
     def sizes(self) -> dict[str, int]:
         """Objects by name, with their sizes in bytes; empty where there are none, or no such bucket."""
@@ -113,7 +123,7 @@ class ShardStore:
         except Exception as error:  # a driver may look for credentials or read its settings here
             raise KitError(f"{self.url} cannot be opened: {_reason(error)}") from error
         self._root = str(root).rstrip("/")
-        self._renames = protocol in ("file", "local")
+        self._renames = protocol in _LOCAL
         self._pid = os.getpid()
         return self._fs
 

@@ -61,9 +61,16 @@ class SpoolFollower:
 
     @property
     def is_ended(self) -> bool:
-        """Whether every extractor of a split has written its end."""
+        """Whether every extractor of a split has written its end, and no other split has announced more rows.
+
+        A split that was resumed by another number of processes, with more epochs, has its end in the manifests still.
+        """
+        rows = {
+            world_size: sum(part.spool.rows for part in parts if part.spool) for world_size, parts in self._splits()
+        }
         return any(
-            len(parts) == world_size and all(part.is_ended for part in parts) for world_size, parts in self._splits()
+            len(parts) == world_size and all(part.is_ended for part in parts) and rows[world_size] == max(rows.values())
+            for world_size, parts in self._splits()
         )
 
     def is_alive(self) -> bool:

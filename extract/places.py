@@ -111,6 +111,8 @@ class StorePlace(Place):
         self.earlier_bytes = self._journal.num_bytes
         self._staging.empty()
         self._uploader.start()
+        if self.name.lower().startswith("memory:"):
+            notes.append(f"{self.name} lives in this process alone and is gone when it ends; name a store that stays")
         return self._journal.done_ids, notes + self._uploader.notes
 
     def keep_config(self, config: ExtractConfig) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dflash_kit.errors import require_folder_name
 from dflash_kit.shard_share import Share
 from dflash_kit.shard_store import is_url
 
@@ -147,6 +148,8 @@ class ExtractConfig:
     """Print so many samples with their supervised parts marked, and stop; no engine starts and nothing is written."""
 
     def __post_init__(self) -> None:
+        if not is_url(self.out):
+            require_folder_name("out", self.out)
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
         if (self.server is not None or self.print_serve_command) and (self.engine != "vllm" or self.num_workers > 1):

@@ -67,12 +67,13 @@ def room_of(config: ExtractConfig, plan: Plan, header: ShardsHeader) -> int:
 
 
 def begin(config: ExtractConfig, plan: Plan, folder: Path, share: Share) -> None:
-    """Tell the trainer what will come, where something will."""
-    if config.spool_bytes and plan.samples:
-        record = SpoolRecord(
-            limit_bytes=config.spool_bytes, epochs=config.epochs, rows=plan.num_done + len(plan.samples)
-        )
-        journal_spool(folder / share.manifest_name, record)
+    """Tell the trainer what will come; a share of no rows is told, too, or its end would not count."""
+    if not config.spool_bytes:
+        return
+    record = SpoolRecord(limit_bytes=config.spool_bytes, epochs=config.epochs, rows=plan.num_done + len(plan.samples))
+    path = folder / share.manifest_name
+    if plan.samples or read_manifest(path).spool != record:
+        journal_spool(path, record)
 
 
 def end(folder: Path, share: Share) -> None:

@@ -17,6 +17,7 @@ from decode.fused_engine import FusedEngine
 from decode.settings import EvalConfig
 from dflash_kit.errors import KitError, run_cli
 from dflash_kit.shards import ShardWriter
+from dflash_kit.spool import ConsumedJournal
 from dflash_kit.target import TargetSpec, digest, load_target
 from helpers import make_tiny_target
 
@@ -170,11 +171,20 @@ def test_a_config_that_is_no_object(made: Path, tmp_path: Path, refuse: Refuse, 
     assert "config.json" in refuse(f"--ckpt={ckpt}")
 
 
+def test_a_spool_that_is_used_up(made: Path, tmp_path: Path, refuse: Refuse) -> None:
+    spool = shutil.copytree(made / "shards", tmp_path / "spool")
+    journal = ConsumedJournal(spool)
+    journal.consume([path.name for path in spool.glob("*.arrow")])
+    journal.close()
+    assert "spool hold no row (those that the trainer of a spool has used" in refuse(f"--replay={spool}")
+
+
 def test_a_report_folder_that_cannot_be(tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
         for more in ((), ("--dry_run",)):
             assert "--out" in refuse(f"--out={folder}", *more)
+    assert "out is 's3://bucket/report', which is no folder" in refuse("--out=s3://bucket/report")
 
 
 def test_a_file_name_that_is_not_utf8_has_a_digest() -> None:

@@ -45,7 +45,8 @@ def test_an_extraction_into_a_store_is_that_into_a_folder(tiny_target, prompts, 
     assert main([*arguments(tiny_target, prompts, tmp_path / "folder"), "--max_shard_bytes=9000"]) == 0
     capsys.readouterr()
     assert main([*arguments(tiny_target, prompts, url), "--max_shard_bytes=9000", "--verify"]) == 0
-    said = capsys.readouterr().out
+    said, noted = capsys.readouterr()
+    assert f"note: {url} lives in this process alone" in noted
     assert f"store    {url}, by way of {tmp_path / f'dflash-kit-staging-{os.getuid()}'}" in said
     assert "parity   2 rows" in said and "verified" in said
     result = json.loads(said.splitlines()[-1])

@@ -295,6 +295,25 @@ def test_what_is_a_url():
         ExtractConfig(model="m", prompts="p", out="shards/", staging="x")
 
 
+def test_a_mistyped_url_becomes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KitError, match="out is 's3:/bucket/run', which is no folder .a URL has two slashes"):
+        ExtractConfig(model="m", prompts="p", out="s3:/bucket/run")
+    for out in ("./s3:/bucket/run", "C:shards", "a b/c:d/"):
+        assert ExtractConfig(model="m", prompts="p", out=out).out == out
+    with pytest.raises(KitError, match="file://bucket/run has no absolute path.*write file:///bucket/run"):
+        ShardStore("file://bucket/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("staging", ["run", "run/staging"])
+def test_a_staging_folder_in_the_store_is_refused(tmp_path, staging):
+    with pytest.raises(KitError, match=rf"staging .*/{staging} lies in the store .* name a folder elsewhere"):
+        write_to_store(f"file://{tmp_path}/run/", tmp_path / staging, range(2))
+    assert list(tmp_path.iterdir()) == []
+    assert len(write_to_store(f"file://{tmp_path}/run", tmp_path / "run-staging", range(2))) == 2
+
+
 # Verification
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from spool_helpers import extractor_arguments, spool_size, write_prompts
+from spool_helpers import extractor_arguments, manifest_lines, spool_size, write_prompts
 from test_shards import make_header, make_row, write
 
 from dflash_kit.errors import KitError
@@ -177,6 +177,40 @@ def test_a_follower_sees_each_shard_once_and_the_end(tmp_path: Path) -> None:
     journal_spool(folder / "manifest-r00001.jsonl", SpoolRecord(limit_bytes=9, epochs=3, rows=8))  # more to do
     follower.look()
     assert (follower.is_ended, follower.total_rows) == (False, 14)
+
+
+def test_the_end_of_an_earlier_split_does_not_count_where_a_later_one_announces_more(tmp_path: Path) -> None:
+    folder, follower = tmp_path / "s", SpoolFollower(tmp_path / "s")
+
+    def begin(rank: int, world_size: int, epochs: int, rows: int) -> Path:
+        with ShardWriter(folder, make_header(), rank=rank, world_size=world_size) as writer:
+            name = writer.share.manifest_name
+        journal_spool(folder / name, SpoolRecord(limit_bytes=9, epochs=epochs, rows=rows))
+        follower.look()
+        return folder / name
+
+    journal_end(begin(0, 1, 1, 10))
+    follower.look()
+    assert follower.is_ended
+    parts = [begin(0, 2, 2, 11), begin(1, 2, 2, 9)]  # two processes go on with another epoch
+    assert (follower.is_ended, follower.total_rows) == (False, 20)
+    for part in parts:
+        assert not follower.is_ended
+        journal_end(part)
+        follower.look()
+    assert follower.is_ended
+
+
+def test_a_process_without_rows_ends_its_share_of_a_spool(tiny_target, prompts, tmp_path) -> None:
+    folder = tmp_path / "s"
+    follower = SpoolFollower(folder)
+    for rank in (0, 1):
+        assert not follower.is_ended
+        share = ("--epochs=1", "--limit=1", "--world_size=2", f"--rank={rank}", "--spool_bytes=2000000")
+        assert main(extractor_arguments(tiny_target, prompts, folder, *share)) == 0
+        follower.look()
+    rows = [part["rows"] for part in manifest_lines(folder, "spool")]
+    assert sorted(rows) == [0, 1] and follower.is_ended and follower.total_rows == 1
 
 
 def test_an_extractor_shows_that_it_lives(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_checkpoint_goes_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "out", [".", "/", "", "..", "x" * 246, "file/out", "file/deeper/out", "/proc/nowhere/out", "loop"]
+    "out", [".", "/", "", "..", "x" * 246, "file/out", "file/deeper/out", "/proc/nowhere/out", "loop", "s3://b/out"]
 )
 def test_output_folders_that_cannot_be_are_one_line(
     shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: str

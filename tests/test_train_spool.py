@@ -24,6 +24,7 @@ from dflash_kit.shard_journal import journal_end, journal_spool
 from dflash_kit.shard_manifest import read_manifest
 from dflash_kit.shards import open_shards
 from dflash_kit.spool import SpoolRecord, epoch_id, extractor_at_work
+from train import spool_source
 from train.cli import main
 from train.spool_plan import SpoolPlan
 from train.state import RunFolder
@@ -174,6 +175,20 @@ def test_without_an_extractor_or_an_end_the_trainer_says_so(
     journal_end(spool / "manifest.jsonl")
     assert main(arguments(spool, out)) == 0
     assert list(spool.glob("*.arrow")) == []
+
+
+def test_an_end_counts_once_no_extractor_lives(finished_spool: Path, tmp_path: Path, monkeypatch) -> None:
+    """As when an ended spool is gone on with: the next extractor lives before it says what it will write."""
+    monkeypatch.setattr(spool_source, "PATIENCE_S", 0.0)
+    shutil.copytree(finished_spool, tmp_path / "shards")
+    source = spool_source.SpoolSource(tmp_path / "shards", timeout_s=60)
+    with extractor_at_work(tmp_path / "shards"):
+        num_rows = 0
+        while (news := source.look(starved=True)).window:
+            num_rows += sum(entry.rows for entry in news.window)
+        assert (num_rows, news.is_ended) == (NUM_ROWS, False)
+    assert source.look(starved=True).is_ended
+    source.close()
 
 
 def test_a_stop_while_waiting_saves_and_the_same_command_goes_on(

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from dflash_kit.errors import require_folder_name
+
 from .losses import default_gamma
 
 NEW_DRAFTER: dict[str, Any] = {
@@ -112,9 +114,7 @@ class LossSettings:
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be above 0 (null for the default)")
         if self.sample_slots and self.kind == "dpace":
-            raise ValueError(
-                "loss.sample_slots is true with loss.kind dpace; D-PACE needs every slot, set one of them back"
-            )
+            raise ValueError("loss.sample_slots is true with loss.kind dpace, which needs every slot; set one back")
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"loss.dpace_alpha is {self.dpace_alpha}; allowed is 0 to 1")
 
@@ -280,6 +280,7 @@ class TrainConfig:
     """Print what would be trained, with sizes and memory, and stop."""
 
     def __post_init__(self) -> None:
+        require_folder_name("out", self.out)
         for name in ("log_every_steps", "save_every_steps", "keep_last"):
             _at_least(name, getattr(self, name), 1)
         if not 0 < self.spool_timeout_s < inf:

@@ -71,7 +71,7 @@ class SpoolSource:
         """
         alive = self._follower.is_alive()  # before looking: what it wrote before it died is seen
         self._fetch()
-        is_ended = self._follower.is_ended
+        is_ended = self._follower.is_ended and not alive  # the end of an earlier run counts once nobody goes on
         total_rows = self._follower.total_rows
         quiet_s = time.monotonic() - self._quiet_s
         wanted_bytes = self._follower.limit_bytes // WINDOW_SHARE
