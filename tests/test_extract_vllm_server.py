@@ -121,7 +121,9 @@ def test_a_killed_client_leaves_the_server_to_the_next_which_repeats_nothing(cas
     printed = capsys.readouterr().out.splitlines()
     last = json.loads(printed[-1])
     assert last["rows"] == 18
-    assert last["rows_added"] <= 16  # none where a slow machine let the server finish them all before the client was dead
+    assert (
+        last["rows_added"] <= 16
+    )  # none where a slow machine let the server finish them all before the client was dead
     assert any(line.startswith("parity   2 rows") for line in printed)
     assert verify_shards(case.out).problems == []
     shards = open_shards(case.out)
