@@ -234,6 +234,8 @@ def run(
     if not plan.samples:
         if server is not None:
             server.finish(None)
+        elif plan.num_done:
+            place.complete(job.header, plan.summary())
         return {"rows": plan.num_done, "rows_added": 0}
     max_bytes = plan.max_bytes(job.header)
     place.require_room(min(max_bytes, config.spool_bytes) if config.spool_bytes else max_bytes)

@@ -11,7 +11,7 @@ from dflash_kit.config import save_config
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.shard_folder import inspect_folder, make_folder
 from dflash_kit.shard_journal import journal_parity, parity_line
-from dflash_kit.shard_manifest import Manifests
+from dflash_kit.shard_manifest import Manifests, read_manifest
 from dflash_kit.shard_share import Share
 from dflash_kit.shard_staging import Staging, default_staging
 from dflash_kit.shard_store import ShardStore, is_url
@@ -69,6 +69,12 @@ class Place:
 
     def settle(self) -> None:
         """Wait until all finished shards are where readers look for them; the writer is closed."""
+
+    def complete(self, header: ShardsHeader, summary: dict[str, Any]) -> None:
+        """Write the summary that a run killed behind its last row has left out; otherwise it is there."""
+        if read_manifest(self.folder / self.share.manifest_name).summary is None:
+            with ShardWriter(self.folder, header, **asdict(self.share)) as writer:
+                writer.write_summary(summary)
 
     def record_parity(self, failure: dict[str, Any] | None, ids: list[str]) -> None:
         """Note the outcome of a parity check beside the shards."""
@@ -133,6 +139,9 @@ class StorePlace(Place):
         assert self._uploader is not None
         self._uploader.finish()
         self._staging.empty()
+
+    def complete(self, header: ShardsHeader, summary: dict[str, Any]) -> None:
+        """Not in a store: a summary that a killed run has left out stays missing there; rows are counted without it."""
 
     def record_parity(self, failure: dict[str, Any] | None, ids: list[str]) -> None:
         assert self._journal is not None

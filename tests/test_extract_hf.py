@@ -333,3 +333,18 @@ def test_verify_finds_damage(extracted, tmp_path):
     assert result.returncode == 2
     assert "shard-00000.arrow" in result.stderr
     assert "checksum" in result.stderr
+
+
+def test_a_summary_that_a_killed_run_left_out_is_written_by_the_next(tiny_target, prompts, tmp_path, capsys):
+    out = tmp_path / "s"
+    assert main(arguments(tiny_target, prompts, out, "--limit", "3", "--parity", "0")) == 0
+    manifest = out / "manifest.jsonl"
+    *lines, last = manifest.read_text().splitlines(keepends=True)
+    assert json.loads(last)["kind"] == "summary"
+    wanted = open_shards(out).summary
+    manifest.write_text("".join(lines))
+    assert open_shards(out).summary is None
+    for _ in range(2):  # and once only
+        assert main(arguments(tiny_target, prompts, out, "--limit", "3", "--parity", "0")) == 0
+        assert open_shards(out).summary == wanted
+        assert manifest.read_text().count('"summary"') == 1
