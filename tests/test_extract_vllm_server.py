@@ -26,6 +26,8 @@ from helpers import REPO, make_tiny_target, requires_vllm
 pytestmark = [requires_vllm, pytest.mark.slow]
 
 START_S = 400.0
+NUM_ROWS = 48
+"""Enough that a server on a busy machine is still at work when its client is killed."""
 SETTINGS = ["--target_layer_ids", "[0,2,4]", "--storage", "float32", "--max_shard_bytes", "1", "--max_num_seqs", "4"]
 LONG_ANSWER = ["--sampling.max_new_tokens", "120"]
 
@@ -37,7 +39,7 @@ class Case:
         self.target = make_tiny_target(folder / "target")
         self.prompts, self.out, self.log = folder / "p.jsonl", folder / "shards", folder / "server.log"
         draw = random.Random(0)
-        lines = [{"prompt": f"{i} " + "word " * draw.randint(1, 50)} for i in range(17)]
+        lines = [{"prompt": f"{i} " + "word " * draw.randint(1, 50)} for i in range(NUM_ROWS - 1)]
         talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because of that."}]
         self.prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"messages": talk}]))
         with socket.socket() as probe:
@@ -120,21 +122,19 @@ def test_a_killed_client_leaves_the_server_to_the_next_which_repeats_nothing(cas
     assert main(case.arguments("--server", case.url)) == 0
     printed = capsys.readouterr().out.splitlines()
     last = json.loads(printed[-1])
-    assert last["rows"] == 18
-    assert (
-        last["rows_added"] <= 16
-    )  # none where a slow machine let the server finish them all before the client was dead
+    assert last["rows"] == NUM_ROWS
+    assert 0 < last["rows_added"] <= NUM_ROWS - 2
     assert any(line.startswith("parity   2 rows") for line in printed)
     assert verify_shards(case.out).problems == []
     shards = open_shards(case.out)
-    assert len(set(shards.ids)) == 18
+    assert len(set(shards.ids)) == NUM_ROWS
     assert main(case.arguments("--server", case.url)) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_added"] == 0
     # The same rows as those of transformers.
     other = ["--out", str(tmp_path / "expected"), "--engine", "transformers", "--parity", "0"]
     assert main(case.arguments(*other)) == 0
     expected = {row.input_ids.numpy().tobytes(): row for row in open_shards(tmp_path / "expected")}
-    assert len(expected) == 18
+    assert len(expected) == NUM_ROWS
     for row in shards:
         want = expected[row.input_ids.numpy().tobytes()]
         assert (row.id, row.next_token) == (want.id, want.next_token)
@@ -161,11 +161,11 @@ def test_a_killed_server_is_one_line_and_started_again_it_adds_the_rest(case, ca
         time.sleep(0.2)
     assert verify_shards(case.out).problems == []
     kept = {path: path.read_bytes() for path in case.out.glob("*.arrow")}
-    assert 2 <= len(kept) < 18
+    assert 2 <= len(kept) < NUM_ROWS
     case.start()
     case.wait()
     assert main(case.arguments("--server", case.url)) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_added"] == 18 - len(kept)
-    assert len(set(open_shards(case.out).ids)) == 18
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_added"] == NUM_ROWS - len(kept)
+    assert len(set(open_shards(case.out).ids)) == NUM_ROWS
     assert all(path.read_bytes() == data for path, data in kept.items())
     assert verify_shards(case.out).problems == []
