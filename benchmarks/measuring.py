@@ -74,7 +74,18 @@ class Report:
         with self._lock:
             if not self._done.is_set():
                 self.finish(unfinished=f"out of time after {self._limit_s:.0f} s, at: {self._at}")
+                _kill_children()
                 os._exit(OUT_OF_TIME)
+
+
+def _kill_children() -> None:
+    """End what this process has started: engines would go on without it."""
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
 
 
 def attempt(work: Callable[[], Any]) -> Any:
