@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
-sys.path.insert(1, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from extract_cpu import spread  # noqa: E402
 from extract_rates import WRITTEN_BYTES, BusyMeter, copy_gb_per_s, file_system, writer_gb_per_s  # noqa: E402

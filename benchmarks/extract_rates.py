@@ -81,7 +81,7 @@ def writer_gb_per_s(header: Any, num_tokens: int, folder: Path, num_lanes: int, 
     shutil.rmtree(folder / "alone")
     if error:
         raise RuntimeError(error)
-    return round(num_rows * states.nbytes / seconds / 1e9, 2)
+    return float(f"{num_rows * states.nbytes / seconds / 1e9:.3g}")
 
 
 def file_system(folder: Path) -> str:

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import HAS_GPU, REPO
+from dflash_kit.shards import ShardsHeader, open_shards
+from dflash_kit.target import TargetSpec
+from helpers import HAS_GPU, REPO, requires_vllm
 
 sys.path.append(str(REPO / "benchmarks"))
 
 import decode_hybrid
+import extract_gpu
+import extract_rates
 import measuring
 
 TINY = ["--shape", "tiny", "--context", "20", "--budgets", "5,20", "--repetitions", "1"]
@@ -102,3 +106,72 @@ def test_a_report_is_printed_when_the_time_is_over(
     found = last_line(capsys)
     assert (found["benchmark"], found["portable"]) == ("x", 3.5)
     assert "at: fused: budget 64" in found["unfinished"]
+
+
+# Extraction
+
+
+@requires_vllm
+def test_sinks_are_changed_between_turns(tiny_target: Path, tmp_path: Path) -> None:
+    """The worker's side, as ``register_kv_caches`` leaves it: rows go to a folder, to nothing, to another folder."""
+    import extract_sinks
+
+    from dflash_kit.vllm_connector import FinishedRequest
+    from dflash_kit.vllm_copy import StateCopier
+
+    spec = TargetSpec.from_pretrained(tiny_target)
+    header = ShardsHeader.from_target(
+        spec, target_layer_ids=[0, 2], compute_dtype="float32", engine="vllm", engine_version=""
+    )
+    connector = object.__new__(extract_sinks.SwitchableConnector)
+    connector._sink = connector._error = None
+    connector._block_size, connector._num_lanes, connector._header = 16, 2, header
+    connector._copier = StateCopier(torch.randn(4, 16, 2, header.hidden_size), header)
+    connector._extra = {"folder": str(tmp_path / "first"), "writer": {}, "max_pending_bytes": 1 << 20}
+    connector._open_sink()
+
+    def take(sample_id: str) -> list[str]:
+        connector._capture(FinishedRequest("r", sample_id, list(range(20)), 7, [[5, 20]], [1, 2]))
+        status = connector.flush()
+        assert status is not None and status["error"] is None
+        return [row_id for row_id, _ in status["accepted"]]
+
+    assert take("a") == ["a"]
+    connector.finish({"switch_to": ""})
+    assert take("b") == ["b"]
+    assert connector.status() is not None and connector.status()["bytes"] == 20 * header.bytes_per_token  # type: ignore[index]
+    connector.finish({"switch_to": str(tmp_path / "second")})
+    assert take("c") == ["c"]
+    connector.finish(None)
+    assert [open_shards(tmp_path / name).ids for name in ("first", "second")] == [["a"], ["c"]]
+
+
+def test_the_writer_alone_is_measured_on_any_folder(tiny_target: Path, tmp_path: Path) -> None:
+    spec = TargetSpec.from_pretrained(tiny_target)
+    header = ShardsHeader.from_target(
+        spec, target_layer_ids=[0, 2], compute_dtype="float32", engine="x", engine_version=""
+    )
+    assert extract_rates.writer_gb_per_s(header, 50, tmp_path, 2, 1e5) > 0
+    assert not list(tmp_path.iterdir())
+    assert extract_rates.file_system(Path("/dev/shm")) == "tmpfs"
+
+
+def test_extraction_figures_are_rates_and_ratios_turn_by_turn() -> None:
+    figures = extract_gpu.Figures(1000, 40_000)
+    for plain_s, ours_s in ((1.0, 1.25), (2.0, 2.0), (4.0, 5.0)):
+        figures.take("plain", {"seconds": plain_s}, 1.0)
+        figures.take("disk", {"seconds": ours_s, "computing_s": ours_s - 0.1}, 0.9)
+    found = figures.summary()
+    assert found["tokens_per_s"]["disk"] == {"median": 500.0, "low": 200.0, "high": 800.0}
+    assert found["ratio_to_plain"] == {"disk": {"median": 0.8, "low": 0.8, "high": 1.0}}
+    assert found["phases_s"]["disk"] == {"seconds": 2.0, "computing_s": 1.9}
+    assert found["gpu_idle_share"] == {"plain": 0.0, "disk": 0.1}
+    assert found["gb_per_s"] == {"disk": 0.02}
+
+
+def test_unknown_sinks_and_shapes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folders = ["--memory_folder", str(tmp_path), "--shapes", "tiny"]
+    for wrong, said in ((["--sink", "tape"], "null, memory, disk"), (["--engines", "other"], "plain, shards, stock")):
+        with pytest.raises(SystemExit):
+            extract_gpu.parse([*folders, *wrong])
+        assert said in capsys.readouterr().err
