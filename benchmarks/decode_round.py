@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measuring import time_ms
 
 from decode.device_tree import TreeBuffers, TreeBuilder
 from decode.fused_drafter import FusedDrafter
@@ -82,22 +84,6 @@ def random_drafter(shape: dict[str, Any], block_size: int, num_layers: int) -> D
     )  # fmt: skip
     with torch.device("cuda"):
         return Drafter(config).bfloat16().eval().requires_grad_(False)
-
-
-def time_ms(work: Callable[[], Any], repeats: int = 20, inner: int = 3) -> float:
-    """Median over ``repeats`` of the device time of ``inner`` runs, per run."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(inner):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / inner)
-    return statistics.median(times)
 
 
 def ceilings() -> dict[str, float]:

@@ -61,10 +61,10 @@ def delta_rule_on_paths(
     def commit(node: int) -> Tensor:
         if node < 0:
             return state.clone()
-        leaf = summed[node]
-        weight = (leaf - summed).masked_fill(~on_path[node, :, None], float("-inf")).exp()  # (N, H)
-        written = torch.einsum("nhk,nhv->hkv", weight[..., None] * k.to(summed.dtype), updates)
-        return (leaf.exp()[:, None, None] * state.to(summed.dtype) + written).to(state.dtype)
+        leaf, compute = summed[node], updates.dtype
+        weight = (leaf - summed).masked_fill(~on_path[node, :, None], float("-inf")).to(compute).exp()  # (N, H)
+        written = torch.einsum("nhk,nhv->hkv", weight[..., None] * k.to(compute), updates)
+        return (leaf.exp().to(compute)[:, None, None] * state.to(compute) + written).to(state.dtype)
 
     return outputs.to(v.dtype), commit
 
@@ -72,15 +72,19 @@ def delta_rule_on_paths(
 def solve_on_paths(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, on_path: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs o (N, H, Dv), updates u (N, H, Dv) and summed decays G (N, H) of the equations above, at least float32."""
+    """Outputs o (N, H, Dv) and updates u (N, H, Dv) of the equations above, at least float32, and decays G (N, H) float64.
+
+    Where a node on the way has forgotten nearly all, G_i - G_j is a small difference of large sums: float32 would lose two
+    digits of it.
+    """
     compute = torch.promote_types(state.dtype, torch.float32)
     q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
     start = state.to(compute)
-    summed = g @ on_path.to(compute).T  # (H, N): G
+    summed = g.double() @ on_path.double().T  # (H, N): G
     # Masked before the exponential: between branches G_i - G_j may be large, and infinity times 0 is no
     # number.
-    decay = (summed[:, :, None] - summed[:, None, :]).masked_fill(~on_path, float("-inf")).exp()
-    shrink = summed.exp()[..., None]
+    decay = (summed[:, :, None] - summed[:, None, :]).masked_fill(~on_path, float("-inf")).to(compute).exp()
+    shrink = summed.exp().to(compute)[..., None]
     system = beta[..., None] * decay * (k @ k.transpose(1, 2))  # its diagonal is not read
     right = beta[..., None] * (values - shrink * (k @ start))
     updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

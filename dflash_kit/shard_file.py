@@ -24,6 +24,7 @@ from .shard_format import (
     row_checksum,
 )
 from .shard_states import LAST_HIDDEN_DTYPE, STORED_DTYPES, with_stored_states
+from .writeback import Writeback
 
 # What parsing damaged bytes may raise: besides Arrow's own errors, columns of another type or length.
 PARSE_FAULTS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
@@ -85,6 +86,7 @@ class _HashingSink:
         self.hasher = hasher
         self.num_bytes = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._writeback = Writeback(self._descriptor)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -93,6 +95,7 @@ class _HashingSink:
         while view:
             view = view[os.write(self._descriptor, view) :]
         self.num_bytes += num_bytes
+        self._writeback.follow(self.num_bytes)
         return num_bytes
 
     def tell(self) -> int:

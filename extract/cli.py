@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
         elif config.num_workers > 1 and not config.dry_run and config.show is None:
             extract_by_workers(config, arguments)
         else:
-            extract(config, screen or Screen())
+            extract(config, screen or Screen(config.progress))
     return 0
 
 
@@ -135,7 +135,7 @@ def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     if place.description:
         print(place.description, flush=True)
     gpus_each = config.tensor_parallel_size if config.engine == "vllm" else 1
-    result = launch(config.shares, arguments, place, gpus_each=gpus_each)
+    result = launch(config.shares, arguments, place, gpus_each=gpus_each, progress=config.progress)
     if "errors" in result:
         print(json.dumps(result), flush=True)
         raise KitError("; ".join(f"rank {ranks}: {error}" for ranks, error in result["errors"].items()))

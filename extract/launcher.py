@@ -21,7 +21,7 @@ from dflash_kit.shard_share import Share
 
 from .capture import Progress
 from .places import Place
-from .progress import ExtractionProgress
+from .progress import PROGRESS, ExtractionProgress
 
 # How long a process may take to finish its shards when it is asked to end, before it is killed.
 GRACE_S = 120.0
@@ -111,7 +111,9 @@ class Worker:
         self._events.put((self, "end", status))
 
 
-def launch(shares: list[Share], arguments: list[str], place: Place, *, gpus_each: int) -> dict[str, Any]:
+def launch(
+    shares: list[Share], arguments: list[str], place: Place, *, gpus_each: int, progress: str = "text"
+) -> dict[str, Any]:
     """Run one process a share until all are done; when one fails the others finish their shards and end.
 
     Args:
@@ -119,6 +121,7 @@ def launch(shares: list[Share], arguments: list[str], place: Place, *, gpus_each
         arguments: the command line of ``dump.py`` as it was given.
         place: where the shards go.
         gpus_each: GPUs that a process needs.
+        progress: how the work is shown, one of ``PROGRESS``.
 
     Returns:
         Totals over the processes, for the last line of output; where some failed, ``errors`` says why, by ranks.
@@ -131,17 +134,18 @@ def launch(shares: list[Share], arguments: list[str], place: Place, *, gpus_each
     cores = [] if gpus else core_slices(len(shares))
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     workers: list[Worker] = []
-    with ExtractionProgress(0, 0, label=f"extract ×{len(shares)}", num_gpus=len(shares) * gpus_each) as progress:
+    label = f"extract ×{len(shares)}"
+    with PROGRESS[progress](0, 0, label=label, num_gpus=len(shares) * gpus_each) as shown:
         try:
             for index, share in enumerate(shares):
                 workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
                 if cores:
                     with suppress(ProcessLookupError):  # it has ended already
                         os.sched_setaffinity(workers[-1].process.pid, cores[index])
-            failed = _watch(workers, events, progress, place)
+            failed = _watch(workers, events, shown, place)
         finally:
-            _stop(workers, progress)
-    return _totals(workers, failed, progress, place.name)
+            _stop(workers, shown)
+    return _totals(workers, failed, shown, place.name)
 
 
 def worker_command(share: Share, arguments: list[str]) -> list[str]:

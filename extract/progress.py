@@ -1,5 +1,6 @@
 """Progress of an extraction: a live bar on a terminal, a line now and then elsewhere, and the totals."""
 
+import json
 import sys
 import time
 from types import TracebackType
@@ -64,7 +65,7 @@ class Tally:
 
 
 class ExtractionProgress(Tally):
-    """Shows rows, rates, time left, bytes, drops and the use of GPUs on stderr while engines work.
+    """Shows rows, rates, time left, bytes, drops and the use of GPUs on stderr while engines work, for people.
 
     Args:
         num_rows: rows that the run is to add.
@@ -73,6 +74,8 @@ class ExtractionProgress(Tally):
         num_gpus: GPUs that work, out of those that are visible.
     """
 
+    FOR_PEOPLE = True
+
     def __init__(self, num_rows: int, num_drops: int, label: str = "extract", *, num_gpus: int = 1) -> None:
         super().__init__()
         self._gpus = GpuMeter(num_gpus)
@@ -80,6 +83,7 @@ class ExtractionProgress(Tally):
         self._num_drops = num_drops
         self._label = label
         self._console = Console(stderr=True)
+        self._has_bar = self._console.is_terminal and self.FOR_PEOPLE
         self._bar = Progress(
             TextColumn(label),
             BarColumn(),
@@ -88,7 +92,7 @@ class ExtractionProgress(Tally):
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not self._has_bar,
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
@@ -111,7 +115,7 @@ class ExtractionProgress(Tally):
 
     def note(self, text: str) -> None:
         """Print a line beside the bar."""
-        if self._console.is_terminal:
+        if self._has_bar:
             self._console.print(text, markup=False, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
@@ -124,11 +128,13 @@ class ExtractionProgress(Tally):
         self._bar.update(self._task, completed=self.num_rows + self.num_failed, rates=rates)
         now_s = time.monotonic()
         is_news = report.is_waiting and now_s - self._full_s >= LINE_EVERY_S
-        if not self._console.is_terminal and (is_news or now_s - self._line_s >= LINE_EVERY_S):
+        if not self._has_bar and (is_news or now_s - self._line_s >= LINE_EVERY_S):
             self._line_s = now_s
             self._full_s = now_s if report.is_waiting else self._full_s
-            done = f"{self._label} {self.num_rows}/{self._total_rows} rows"
-            print(f"{done}, {rates}, {self._time_left()}", file=sys.stderr, flush=True)
+            print(self._line(rates, is_waiting=report.is_waiting), file=sys.stderr, flush=True)
+
+    def _line(self, rates: str, *, is_waiting: bool) -> str:
+        return f"{self._label} {self.num_rows}/{self._total_rows} rows, {rates}, {self._time_left()}"
 
     def _rates(self) -> str:
         seconds = self.working_s
@@ -151,7 +157,37 @@ class ExtractionProgress(Tally):
         return {**super().totals(), **({} if percent is None else {"gpu_percent": round(percent, 1)})}
 
     def _time_left(self) -> str:
-        if self.num_rows == 0:
+        left_s = self._left_s()
+        if left_s is None:
             return "no row is finished yet"
-        left_s = (self._total_rows - self.num_rows - self.num_failed) * self.working_s / self.num_rows
         return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"
+
+    def _left_s(self) -> float | None:
+        if self.num_rows == 0:
+            return None
+        return (self._total_rows - self.num_rows - self.num_failed) * self.working_s / self.num_rows
+
+
+class JsonProgress(ExtractionProgress):
+    """The same for programs: one JSON object a line on stderr, on a terminal as elsewhere."""
+
+    FOR_PEOPLE = False
+
+    def _line(self, rates: str, *, is_waiting: bool) -> str:
+        left_s, totals = self._left_s(), self.totals()
+        totals["tokens"] = totals.pop("tokens_added")
+        return json.dumps(
+            {
+                "event": "progress",
+                "rows": self.num_rows,
+                "rows_to_do": self._total_rows,
+                "dropped": self._num_drops + self.num_failed,
+                **totals,
+                "left_s": None if left_s is None else round(left_s, 1),
+                "spool_full": is_waiting,
+            }
+        )
+
+
+PROGRESS: dict[str, type[ExtractionProgress]] = {"text": ExtractionProgress, "json": JsonProgress}
+"""What shows the work, by the setting ``progress``."""

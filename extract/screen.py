@@ -9,11 +9,18 @@ from dflash_kit.shards import ShardsHeader
 from .estimate import Rates
 from .places import Place
 from .plan import Plan
-from .progress import ExtractionProgress, Tally
+from .progress import PROGRESS, Tally
 
 
 class Screen:
-    """Tells people; ``worker.Events`` tells the process that started this one."""
+    """Tells people; ``worker.Events`` tells the process that started this one.
+
+    Args:
+        progress: how the work is shown while it lasts, one of ``PROGRESS``.
+    """
+
+    def __init__(self, progress: str = "text") -> None:
+        self._shown = PROGRESS[progress]
 
     def plan(self, plan: Plan, header: ShardsHeader, place: Place) -> None:
         """A few lines before the work."""
@@ -39,7 +46,7 @@ class Screen:
 
     def progress(self, plan: Plan, num_gpus: int) -> Tally:
         """What shows the work while it lasts."""
-        return ExtractionProgress(len(plan.samples), sum(plan.drops.values()), num_gpus=num_gpus)
+        return self._shown(len(plan.samples), sum(plan.drops.values()), num_gpus=num_gpus)
 
     def say(self, line: str) -> None:
         """A line of its own."""

@@ -139,6 +139,9 @@ class ExtractConfig:
     Unset: num_workers."""
     rank: int = 0
     """Which of them this process is, 0 <= rank < world_size; with num_workers the first of its processes."""
+    progress: Literal["text", "json"] = "text"
+    """How the work is shown on stderr: text (a bar on a terminal, else a line every 15 s), or json: every 15 s one JSON object
+    with `"event": "progress"`, for programs. The last line of stdout is a JSON object either way."""
     verbose: bool = False
     """Let vLLM say what it does, on stderr; without it only its errors are shown (VLLM_LOGGING_LEVEL and the like, where
     they are set, count instead)."""

@@ -198,7 +198,7 @@ class _Run:
                 missing = ", ".join(sorted(self._in_flight)[:3])
                 raise KitError(f"no states arrived for {len(self._in_flight)} samples ({missing}, …)")
             else:
-                time.sleep(0.02)
+                time.sleep(0.005)
 
     def finish(self, summary: dict[str, Any]) -> Progress:
         """Finish the last shard."""

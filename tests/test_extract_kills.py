@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_extract_vllm import wait_until_unlocked
 
+from dflash_kit.shard_journal import is_being_written
 from dflash_kit.shards import open_shards, verify_shards
 from helpers import REPO, make_tiny_target, requires_vllm, run_command
 
@@ -68,12 +68,12 @@ def test_a_run_killed_at_random_instants_is_finished_by_the_same_command(prompts
 # vLLM
 
 
-def start(argv) -> subprocess.Popen:
+def start(argv, *, method: str = "fork") -> subprocess.Popen:
     """The command in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "extract/dump.py", *argv],
         cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": method},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -93,6 +93,13 @@ def shards_in(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.arrow")}
 
 
+def wait_until_unlocked(path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while is_being_written(path):
+        assert time.monotonic() < deadline_s, "the engine of a killed run still holds the folder"
+        time.sleep(0.2)
+
+
 def descendants(pid: int) -> dict[int, str]:
     """Names of a process's children and of theirs, by id."""
     found = {}
@@ -104,21 +111,32 @@ def descendants(pid: int) -> dict[int, str]:
 
 @requires_vllm
 @pytest.mark.slow
-def test_vllm_killed_as_a_whole_and_then_its_worker_is_finished_by_the_same_command(tiny_target, tmp_path):
-    """One request at a time, so that no other row has a part in the order of its sums."""
+def test_vllm_whose_driver_all_of_which_and_whose_worker_is_killed_is_finished_by_the_same_command(
+    tiny_target, tmp_path
+):
+    """One request at a time, so that no other row has a part in the order of its sums.
+
+    The last run starts its engine as users do; the others fork theirs off, which saves it from importing everything anew.
+    """
     prompts, out = tmp_path / "p.jsonl", tmp_path / "s"
     num_rows = 150
     prompts.write_text("".join(json.dumps({"prompt": "why " * (1 + i % 9) + str(i)}) + "\n" for i in range(num_rows)))
     argv = ["--model", str(tiny_target), "--prompts", str(prompts), "--storage", "float32", "--max_num_seqs", "1"]
     argv += ["--target_layer_ids", "[1, 3]", "--sampling.max_new_tokens", "5", "--max_shard_bytes", "1"]
 
-    child = start([*argv, "--out", str(out)])
-    until_shards(child, out, 4)
-    os.killpg(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    child.communicate()
-    wait_until_unlocked(out / "manifest.jsonl", timeout_s=60)
-    first = shards_in(out)
+    # The driver alone, whose engine has to notice; then everything at once.
+    zeroth = dict[str, bytes]()
+    for kill in (os.kill, os.killpg):
+        child = start([*argv, "--out", str(out)])
+        until_shards(child, out, len(zeroth) + 3)
+        kill(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        wait_until_unlocked(out / "manifest.jsonl", timeout_s=60)
+        child.communicate()
+        first = shards_in(out)
+        assert len(zeroth) + 3 <= len(first) < num_rows
+        assert all(first[name] == data for name, data in zeroth.items())
+        zeroth = first
 
     child = start([*argv, "--out", str(out)])
     until_shards(child, out, len(first) + 3)
@@ -133,11 +151,12 @@ def test_vllm_killed_as_a_whole_and_then_its_worker_is_finished_by_the_same_comm
     assert len(first) + 3 <= len(second) < num_rows
     assert all(second[name] == data for name, data in first.items())
 
-    for folder in (out, tmp_path / "whole"):
-        child = start([*argv, "--out", str(folder), "--verify"])
+    for folder, method in ((out, "fork"), (tmp_path / "whole", "spawn")):
+        child = start([*argv, "--out", str(folder), "--verify"], method=method)
         stdout, stderr = child.communicate(timeout=300)
         assert child.returncode == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["rows"] == num_rows
+    assert open_shards(out).summary == {"asked": num_rows, "dropped": {}}
     last = shards_in(out)
     assert all(last[name] == data for name, data in second.items())
     assert_bit_identical(out, tmp_path / "whole")

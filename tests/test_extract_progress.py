@@ -9,7 +9,7 @@ from dflash_kit.errors import KitError
 from extract import cli, estimate, gpu_meter, jobs, progress
 from extract.capture import Progress
 from extract.estimate import Rates, count_active_weights, least_time_s
-from extract.progress import ExtractionProgress
+from extract.progress import ExtractionProgress, JsonProgress
 from helpers import make_tiny_target
 
 EXPERTS = {
@@ -61,6 +61,46 @@ def test_a_line_says_rates_time_left_bytes_drops_and_gpus(clock, two_gpus, capsy
         "rows_per_s": 1.5,
         "gpu_percent": 60.0,
     }
+
+
+def test_programs_get_a_json_line(clock, two_gpus, capsys):
+    shown = JsonProgress(100, 3, num_gpus=2)
+    shown._console._force_terminal = True  # no bar for programs, wherever they read
+    with shown:
+        clock.now_s += 60
+        shown.update(Progress(0, 0, 0))
+        clock.now_s += 20
+        shown.update(Progress(30, 4000, 5 << 20, num_failed=2, is_waiting=True))
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first == {
+        "event": "progress", "rows": 0, "rows_to_do": 100, "dropped": 3, "tokens": 0, "bytes": 0, "elapsed_s": 60.0,
+        "tokens_per_s": 0.0, "rows_per_s": 0.0, "gpu_percent": 80.0, "left_s": None, "spool_full": False,
+    }  # fmt: skip
+    assert second == first | {
+        "rows": 30, "dropped": 5, "tokens": 4000, "bytes": 5 << 20, "elapsed_s": 80.0, "tokens_per_s": 200.0,
+        "rows_per_s": 1.5, "gpu_percent": 60.0, "left_s": 45.3, "spool_full": True,
+    }  # fmt: skip
+
+
+def test_progress_for_programs_is_asked_for_by_a_setting(tiny_target, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"input_ids": [i + 1] * 9 + [2]}) + "\n" for i in range(6)))
+    argv = ["--model", str(tiny_target), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "s")]
+    argv += ["--engine", "transformers", "--num_taps", "2", "--parity=0", "--progress", "json"]
+    assert cli.main(argv) == 0
+    told = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert told[-1]["event"] == "progress"
+    assert (told[-1]["rows"], told[-1]["rows_to_do"]) == (6, 6)
+    asked = []
+
+    def launch(*_, **settings):
+        asked.append(settings["progress"])
+        raise KitError("enough")
+
+    monkeypatch.setattr(cli, "launch", launch)
+    with pytest.raises(KitError, match="enough"):
+        cli.main([*argv, "--num_workers", "2"])
+    assert asked == ["json"]
 
 
 def fails(device):

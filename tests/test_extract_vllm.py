@@ -1,26 +1,20 @@
-"""Extraction by a real vLLM engine from real weights: one engine for the capture tests, two for the kill test."""
+"""Extraction by a real vLLM engine from real weights: one engine for all tests."""
 
-import fcntl
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dflash_kit.errors import KitError
-from dflash_kit.shards import ShardsHeader, ShardWriter, open_shards, verify_shards
+from dflash_kit.shards import ShardsHeader, open_shards, verify_shards
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
 from extract import vllm_calls, vllm_capture
 from extract.capture import Job
 from extract.conversations import Conversation
 from extract.plan import make_plan
-from helpers import REPO, requires_vllm
+from helpers import requires_vllm
 
 pytestmark = [requires_vllm, pytest.mark.slow]
 
@@ -164,41 +158,3 @@ def test_batched_and_single_captures_are_the_same(capture):
         assert torch.equal(single.token_ids(), batched.token_ids())
         difference = (single.hidden_states - batched.hidden_states).norm()
         assert difference <= 1e-4 * batched.hidden_states.norm()
-
-
-def test_a_killed_run_frees_the_folder_and_the_same_command_finishes(smollm2, tmp_path):
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "shards"
-    lines = [{"prompt": conversation.messages[0]["content"]} for conversation in make_conversations()[:10]]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "extract/dump.py", "--model", str(smollm2), "--prompts", str(prompts), "--out", str(out)]
-    command += ["--sampling.max_new_tokens", "8", "--max_num_seqs", "2", "--max_shard_bytes", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(list(out.glob("*.arrow"))) < 3 and child.poll() is None:
-        time.sleep(0.05)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
-    wait_until_unlocked(out / "manifest.jsonl", timeout_s=60)  # the engine notices, and ends
-    kept = {path: path.read_bytes() for path in out.glob("*.arrow")}
-    assert 3 <= len(kept) < 10
-    result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    last = json.loads(result.stdout.splitlines()[-1])
-    assert (last["rows"], last["rows_added"]) == (10, 10 - len(kept))
-    assert all(path.read_bytes() == data for path, data in kept.items())
-    assert len(set(open_shards(out).ids)) == 10
-    assert open_shards(out).summary == {"asked": 10, "dropped": {}}
-    assert verify_shards(out).problems == []
-    with ShardWriter(out, open_shards(out).header) as writer:
-        assert len(writer.done_ids) == 10
-
-
-def wait_until_unlocked(path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    with path.open("rb") as file:
-        while True:
-            try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                assert time.monotonic() < deadline_s, "the engine of a killed run still holds the folder"
-                time.sleep(0.2)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from test_shards import assert_rows_are, make_header, make_row
 
+from dflash_kit import writeback
+from dflash_kit.shard_file import GrowingShard
 from dflash_kit.shard_sink import PendingRow, ShardSink
 from dflash_kit.shards import ShardWriter, open_shards
 
@@ -161,3 +163,65 @@ def test_a_dropped_shard_leaves_a_gap_and_its_rows_can_be_written_again(tmp_path
     assert_rows_are(tmp_path / "s", [1, 2, 3])
     names = sorted(path.name for path in (tmp_path / "s").glob("shard-*.arrow"))
     assert names == ["shard-00001.arrow", "shard-00002.arrow"]
+
+
+# The end: what is left to wait for
+
+
+@pytest.mark.parametrize("how", ["flush", "finish"])
+def test_shards_of_several_lanes_are_finished_side_by_side(how, tmp_path, monkeypatch):
+    """Each waits for the disk; one after the other they would wait so many times."""
+    sink = ShardSink(ShardWriter(tmp_path / "s", make_header()), num_lanes=2)
+    gate, both = Gate(), threading.Barrier(2)
+    sink.submit(PendingRow(make_row(1), 10, gate.wait))
+    sink.submit(PendingRow(make_row(2), 10))  # the second lane's, since the first one waits
+    while len(sink._writer._growing_ids) < 1:
+        time.sleep(0.001)
+    gate.event.set()
+    real = GrowingShard.finish
+
+    def finish(shard, final):
+        both.wait(timeout=30)  # raises when nobody else comes
+        return real(shard, final)
+
+    monkeypatch.setattr(GrowingShard, "finish", finish)
+    status = sink.flush() if how == "flush" else sink.finish({"asked": 2})
+    assert status["error"] is None
+    assert sorted(open_shards(tmp_path / "s").ids) == ["row1", "row2"]
+    if how == "flush":
+        assert sink.finish(None)["error"] is None
+
+
+def test_a_bug_while_shards_are_finished_is_reported(sink, monkeypatch):
+    sink.submit(PendingRow(make_row(1), 10))
+    monkeypatch.setattr(GrowingShard, "finish", lambda shard, final: 1 / 0)
+    assert sink.flush()["error"] == "finishing a shard: ZeroDivisionError: division by zero"
+    monkeypatch.undo()
+    assert open_after(sink) == ["row1"]
+
+
+def open_after(sink):
+    sink.finish(None)
+    return open_shards(sink._writer.folder).ids
+
+
+def test_bytes_are_sent_to_the_disk_as_they_come_each_once(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(writeback, "STEP_BYTES", 1000)
+    monkeypatch.setattr(writeback, "_sync_file_range", lambda file, start, size, flags: sent.append((start, size)))
+    with ShardWriter(tmp_path / "s", make_header()) as writer:
+        for index in range(20):
+            writer.add(make_row(index))
+    assert len(sent) > 2
+    ends = [start + size for start, size in sent]
+    assert [start for start, _ in sent] == [0, *ends[:-1]]
+    assert all(size >= 1000 for _, size in sent)
+    (path,) = (tmp_path / "s").glob("*.arrow")
+    assert path.stat().st_size - 1000 < ends[-1] <= path.stat().st_size
+
+
+def test_without_such_a_call_files_are_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(writeback, "_sync_file_range", None)
+    with ShardWriter(tmp_path / "s", make_header()) as writer:
+        writer.add(make_row(1))
+    assert open_shards(tmp_path / "s").ids == ["row1"]

@@ -1,9 +1,7 @@
 """Shards: bit-exact storage, refusal of broken captures, survival of kills, full disks and flipped bits."""
 
 import json
-import os
 import pickle
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -252,110 +250,7 @@ def test_two_writers_at_once_are_refused(tmp_path):
         ShardWriter(tmp_path / "s", make_header(), lock_wait_s=0.2)
 
 
-# Kills
-
-CHILD = """
-import os, signal, sys
-sys.path[:0] = [{repo!r}, {repo!r} + "/tests"]
-import test_shards as t
-from dflash_kit import shard_file, shard_journal
-point, count = {point!r}, {count}
-calls = 0
-
-def at(name, real, *, before=True):
-    "Kill this process at the count-th call of `real`, before or after it."
-    def wrapped(*args, **kwargs):
-        global calls
-        calls += name == point
-        if name == point and calls == count:
-            before or real(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return wrapped
-
-def half_written(journal, line):
-    real_write = os.write
-    def write_half(file, data):
-        real_write(file, data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.write = write_half
-    real_append(journal, line)
-
-real_append = shard_journal.Journal._append
-def append(journal, line):
-    global calls
-    calls += point == "half a journal line"
-    return (half_written if point == "half a journal line" and calls == count else real_append)(journal, line)
-
-shard_journal.Journal._append = append
-os.rename = at("after rename", at("before rename", os.rename), before=False)
-os.fsync = at("before fsync", os.fsync)
-shard_file.GrowingShard.add = at("row", shard_file.GrowingShard.add)
-shard_journal.Journal.append_shard = at("after journal", shard_journal.Journal.append_shard, before=False)
-with t.ShardWriter({folder!r}, t.make_header(), max_shard_bytes=4000) as writer:
-    for i in {order}:
-        if "row%d" % i not in writer.done_ids:
-            writer.add(t.make_row(i))
-            print(i, flush=True)
-"""
-
-
-def start_child(folder, order, point="", count=0) -> subprocess.Popen:
-    code = CHILD.format(repo=str(REPO), folder=str(folder), order=list(order), point=point, count=count)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-ORDER = [7, 0, 11, 3, 9, 1, 10, 2, 8, 5, 4, 6]  # rows finish out of order
-
-
-@pytest.mark.parametrize(
-    ("point", "count"),
-    [
-        ("row", 1),
-        ("row", 6),
-        ("before fsync", 1),
-        ("before fsync", 5),
-        ("before rename", 2),
-        ("after rename", 1),
-        ("after rename", 3),
-        ("half a journal line", 1),
-        ("half a journal line", 3),
-        ("after journal", 2),
-    ],
-)
-def test_killed_at_any_point_a_rerun_has_each_row_once(tmp_path, point, count):
-    child = start_child(tmp_path / "s", ORDER, point, count)
-    child.communicate()
-    assert child.returncode == -signal.SIGKILL
-    journalled = 0
-    if (tmp_path / "s" / "manifest.jsonl").read_bytes().count(b"\n") > 0:
-        journalled = len(open_shards(tmp_path / "s"))  # what is readable after the kill is sound
-        problems = verify_shards(tmp_path / "s").problems
-        assert all("not in a manifest" in problem for problem in problems)  # the rerun takes it over
-    with ShardWriter(tmp_path / "s", make_header(), max_shard_bytes=4000) as writer:
-        assert len(writer.done_ids) >= journalled
-        if point == "after rename":
-            assert len(writer.done_ids) > journalled  # the renamed shard was adopted
-        for index in ORDER:
-            if f"row{index}" not in writer.done_ids:
-                writer.add(make_row(index))
-    assert_rows_are(tmp_path / "s", range(12))
-    assert not list((tmp_path / "s").glob("*.incomplete"))
-
-
-def test_killed_again_and_again_from_outside(tmp_path):
-    order = [(7 * i) % 60 for i in range(60)]
-    for num_printed in (1, 17, 25):
-        child = start_child(tmp_path / "s", order)
-        for _ in range(num_printed):
-            child.stdout.readline()
-        child.kill()
-        child.communicate()
-    child = start_child(tmp_path / "s", order)
-    child.communicate()
-    assert child.returncode == 0
-    assert_rows_are(tmp_path / "s", range(60))
+# Damaged manifests
 
 
 def test_a_torn_manifest_line_is_tolerated_and_mended(tmp_path):

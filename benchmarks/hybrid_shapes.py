@@ -1,0 +1,108 @@
+"""Hybrid targets that `decode_hybrid.py` measures: their shapes, random weights, draft trees, and what arithmetic says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from measuring import ON_GPU, mib
+
+from decode.delta_ops import DeltaShape
+from dflash_kit.tree import Tree, build_tree, empty_tree
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "27b": {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320,
+    },
+    "9b": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "vocab_size": 500,
+    },
+}  # fmt: skip
+MEMORY_SHAPES = {
+    "Qwen3.6-27B": (48, DeltaShape(16, 48, 128, 128, 4)),
+    "Qwen3.6-35B-A3B": (30, DeltaShape(16, 32, 128, 128, 4)),
+}
+"""Linear layers and their shape, from the models' configurations."""
+DEPTH = 15
+"""Levels of a tree behind its root: the slots of a block of 16."""
+
+
+def make_model(shape: dict[str, Any]) -> Any:
+    """A Qwen3.5 text model with random weights, three linear layers in four; on a GPU in bfloat16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    layer_types = (kinds * shape["num_hidden_layers"])[: shape["num_hidden_layers"]]
+    config = AutoConfig.for_model("qwen3_5_text", **shape, layer_types=layer_types, tie_word_embeddings=False)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def make_tree(budget: int, depth: int = DEPTH) -> Tree:
+    """A tree of ``budget`` nodes over draft distributions with a Zipf-like head."""
+    if budget == 0:
+        return empty_tree()
+    logits = -2.2 * torch.log1p(torch.arange(400.0)).expand(depth, 400)
+    return build_tree(logits + 0.1 * torch.randn(depth, 400, generator=torch.Generator().manual_seed(0)), budget)
+
+
+def floor_ms(model: Any, linear: tuple[int, DeltaShape], rows: int, context: int, rates: dict[str, float]) -> Any:
+    """Bytes over bandwidth and operations over the matrix rate of one pass; rows are not padded.
+
+    Args:
+        model: a hybrid in two bytes a weight.
+        linear: its linear layers and their shape.
+        rows: of the pass.
+        context: committed tokens.
+        rates: of the device: ``copy_tb_s``, ``matrix_tflop_s``.
+    """
+    config, (num_linear, shape) = model.config.get_text_config(), linear
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.get_input_embeddings().weight.numel()
+    attention = (config.num_hidden_layers - num_linear) * config.head_dim
+    states = num_linear * shape.heads * shape.key * shape.value
+    moved = 2 * matrices + 4 * attention * config.num_key_value_heads * context + 4 * states
+    solved = shape.heads * rows * (4 * shape.key * shape.value + 2 * rows * (2 * shape.key + 2 * shape.value))
+    operations = 2 * rows * matrices + 4 * rows * attention * config.num_attention_heads * (context + rows)
+    operations += num_linear * solved
+    return {
+        "bytes": round(moved / rates["copy_tb_s"] / 1e9, 3),
+        "operations": round(operations / rates["matrix_tflop_s"] / 1e9, 3),
+    }
+
+
+def linear_shape(model: Any) -> tuple[int, DeltaShape]:
+    """Linear layers of a hybrid, and their shape."""
+    config = model.config.get_text_config()
+    return config.layer_types.count("linear_attention"), DeltaShape(
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim, config.linear_conv_kernel_dim,
+    )  # fmt: skip
+
+
+def memory_table(budgets: list[int]) -> dict[str, Any]:
+    """MiB for verifying a tree, all linear layers: a state per node (float32, bfloat16) against what we keep a row."""
+    table: dict[str, Any] = {}
+    for name, (layers, shape) in MEMORY_SHAPES.items():
+        state = shape.heads * shape.key * shape.value
+        # Convolution inputs and gates in bfloat16; keys, updates and summed decays in float32.
+        row = 2 * shape.width + 4 * (shape.key_heads * shape.key + shape.heads * shape.value + shape.heads)
+        table[name] = {"one_state_float32": mib(layers * state * 4)} | {
+            str(budget): {
+                "state_per_node_float32": mib(layers * (budget + 1) * state * 4),
+                "state_per_node_bfloat16": mib(layers * (budget + 1) * state * 2),
+                "ours": mib(layers * (budget + 1) * row),
+            }
+            for budget in budgets
+        }
+    return table

@@ -1,0 +1,177 @@
+"""Benchmarks that need a GPU for their figures do run on a CPU in a small form, and report what fails instead of ending."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_kit.shards import ShardsHeader, open_shards
+from dflash_kit.target import TargetSpec
+from helpers import HAS_GPU, REPO, requires_vllm
+
+sys.path.append(str(REPO / "benchmarks"))
+
+import decode_hybrid
+import extract_gpu
+import extract_rates
+import measuring
+
+TINY = ["--shape", "tiny", "--context", "20", "--budgets", "5,20", "--repetitions", "1"]
+on_cpu = pytest.mark.skipif(HAS_GPU, reason="with a GPU it takes its own path")
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Any:
+    """What the benchmark sets in its process."""
+    yield
+    torch.set_grad_enabled(True)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+@on_cpu
+def test_hybrid_passes_are_timed_and_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    decode_hybrid.main([*TINY, "--out", str(tmp_path / "r.json")])
+    found = last_line(capsys)
+    assert found == json.loads((tmp_path / "r.json").read_text())
+    assert {*found["portable"]} == {"prefill_s", "step_ms", "5", "20"}
+    assert all(isinstance(found["fused"][budget]["eager_ms"], float) for budget in ("0", "5", "20"))
+    for budget in (5, 20):
+        assert 0 < found[f"state_per_node_{budget}"]["last_layer_differs_by"] < 1e-5
+    assert found["relative_error"]["of_the_path"] < 1e-5
+    assert set(found["over_one_step"]) == {"0", "5", "20"}
+
+
+@on_cpu
+@pytest.mark.parametrize("broken", ["tree_delta", "HybridTarget"])
+def test_a_fused_engine_that_fails_leaves_the_portable_figures(
+    broken: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CompilationError(Exception):
+        """As Triton's, of no kind that others share."""
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise CompilationError("at 3:7: no such layout")
+
+    monkeypatch.setattr(decode_hybrid if broken == "HybridTarget" else decode_hybrid.hybrid_target, broken, fail)
+    decode_hybrid.main([*TINY])
+    found = last_line(capsys)
+    assert isinstance(found["portable"]["20"], float) and isinstance(found["portable"]["step_ms"], float)
+    told = found["fused_error"] if broken == "HybridTarget" else found["fused"]["20"]["eager_ms"]
+    assert told == "CompilationError: at 3:7: no such layout"
+    assert found.get("fused_step_ms") is None
+
+
+@on_cpu
+def test_a_shape_that_does_not_fit_gives_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = decode_hybrid.make_model
+
+    def make_small(shape: dict[str, Any]) -> Any:
+        if shape["hidden_size"] == 5120:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(decode_hybrid.SHAPES["tiny"])
+
+    monkeypatch.setattr(decode_hybrid, "make_model", make_small)
+    report = measuring.Report(0, None)
+    assert decode_hybrid.make("27b", report).config.hidden_size == 64
+    found = report.finish()
+    assert found["does_not_fit"] == {"27b": "OutOfMemoryError: CUDA out of memory"}
+    assert found["shape"] == "9b"
+
+
+def test_a_report_is_printed_when_the_time_is_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(measuring, "_kill_children", lambda: None)
+    report = measuring.Report(0.05, None, benchmark="x")
+    report.add(portable=3.5)
+    report.at("fused: budget 64")
+    for _ in range(200):
+        if ended:
+            break
+        time.sleep(0.01)
+    assert ended == [measuring.OUT_OF_TIME]
+    found = last_line(capsys)
+    assert (found["benchmark"], found["portable"]) == ("x", 3.5)
+    assert "at: fused: budget 64" in found["unfinished"]
+
+
+# Extraction
+
+
+@requires_vllm
+def test_sinks_are_changed_between_turns(tiny_target: Path, tmp_path: Path) -> None:
+    """The worker's side, as ``register_kv_caches`` leaves it: rows go to a folder, to nothing, to another folder."""
+    import extract_sinks
+
+    from dflash_kit.vllm_connector import FinishedRequest
+    from dflash_kit.vllm_copy import StateCopier
+
+    spec = TargetSpec.from_pretrained(tiny_target)
+    header = ShardsHeader.from_target(
+        spec, target_layer_ids=[0, 2], compute_dtype="float32", engine="vllm", engine_version=""
+    )
+    connector = object.__new__(extract_sinks.SwitchableConnector)
+    connector._sink = connector._error = None
+    connector._block_size, connector._num_lanes, connector._header = 16, 2, header
+    connector._copier = StateCopier(torch.randn(4, 16, 2, header.hidden_size), header)
+    connector._extra = {"folder": str(tmp_path / "first"), "writer": {}, "max_pending_bytes": 1 << 20}
+    connector._open_sink()
+
+    def take(sample_id: str) -> list[str]:
+        connector._capture(FinishedRequest("r", sample_id, list(range(20)), 7, [[5, 20]], [1, 2]))
+        status = connector.flush()
+        assert status is not None and status["error"] is None
+        return [row_id for row_id, _ in status["accepted"]]
+
+    assert take("a") == ["a"]
+    connector.finish({"switch_to": ""})
+    assert take("b") == ["b"]
+    assert connector.status() is not None and connector.status()["bytes"] == 20 * header.bytes_per_token  # type: ignore[index]
+    connector.finish({"switch_to": str(tmp_path / "second")})
+    assert take("c") == ["c"]
+    connector.finish(None)
+    assert [open_shards(tmp_path / name).ids for name in ("first", "second")] == [["a"], ["c"]]
+
+
+def test_the_writer_alone_is_measured_on_any_folder(tiny_target: Path, tmp_path: Path) -> None:
+    spec = TargetSpec.from_pretrained(tiny_target)
+    header = ShardsHeader.from_target(
+        spec, target_layer_ids=[0, 2], compute_dtype="float32", engine="x", engine_version=""
+    )
+    assert extract_rates.writer_gb_per_s(header, 50, tmp_path, 2, 1e5) > 0
+    assert not list(tmp_path.iterdir())
+    assert extract_rates.file_system(Path("/dev/shm")) == "tmpfs"
+
+
+def test_extraction_figures_are_rates_and_ratios_turn_by_turn() -> None:
+    figures = extract_gpu.Figures(1000, 40_000)
+    for plain_s, ours_s in ((1.0, 1.25), (2.0, 2.0), (4.0, 5.0)):
+        figures.take("plain", {"seconds": plain_s}, 1.0)
+        figures.take("disk", {"seconds": ours_s, "computing_s": ours_s - 0.1}, 0.9)
+    found = figures.summary()
+    assert found["tokens_per_s"]["disk"] == {"median": 500.0, "low": 200.0, "high": 800.0}
+    assert found["ratio_to_plain"] == {"disk": {"median": 0.8, "low": 0.8, "high": 1.0}}
+    assert found["phases_s"]["disk"] == {"seconds": 2.0, "computing_s": 1.9}
+    assert found["gpu_idle_share"] == {"plain": 0.0, "disk": 0.1}
+    assert found["gb_per_s"] == {"disk": 0.02}
+
+
+def test_unknown_sinks_and_shapes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folders = ["--memory_folder", str(tmp_path), "--shapes", "tiny"]
+    for wrong, said in ((["--sink", "tape"], "null, memory, disk"), (["--engines", "other"], "plain, shards, stock")):
+        with pytest.raises(SystemExit):
+            extract_gpu.parse([*folders, *wrong])
+        assert said in capsys.readouterr().err
