@@ -72,17 +72,41 @@ def delta_rule_on_paths(
 def solve_on_paths(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, on_path: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs o (N, H, Dv), updates u (N, H, Dv) and summed decays G (N, H) of the equations above, at least float32."""
+    """Outputs o (N, H, Dv), updates u (N, H, Dv) and summed decays G (N, H) of the equations above, at least float32.
+
+    Everything may have leading dimensions, one tree with a state of its own for each of them.
+    """
     compute = torch.promote_types(state.dtype, torch.float32)
-    q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
+    q, k, values = (x.to(compute).transpose(-3, -2) for x in (q, k, v))  # heads first
+    g, beta = (x.to(compute).transpose(-2, -1) for x in (g, beta))
     start = state.to(compute)
-    summed = g @ on_path.to(compute).T  # (H, N): G
+    summed = g @ on_path.to(compute).mT  # (H, N): G
     # Masked before the exponential: between branches G_i - G_j may be large, and infinity times 0 is no
     # number.
-    decay = (summed[:, :, None] - summed[:, None, :]).masked_fill(~on_path, float("-inf")).exp()
+    between = summed[..., :, None] - summed[..., None, :]
+    decay = between.masked_fill(~on_path[..., None, :, :], float("-inf")).exp()
     shrink = summed.exp()[..., None]
-    system = beta[..., None] * decay * (k @ k.transpose(1, 2))  # its diagonal is not read
+    system = beta[..., None] * decay * (k @ k.mT)  # its diagonal is not read
     right = beta[..., None] * (values - shrink * (k @ start))
     updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    outputs = shrink * (q @ start) + (decay * (q @ k.transpose(1, 2))) @ updates
-    return outputs.transpose(0, 1), updates.transpose(0, 1), summed.T
+    outputs = shrink * (q @ start) + (decay * (q @ k.mT)) @ updates
+    return outputs.transpose(-3, -2), updates.transpose(-3, -2), summed.mT
+
+
+def states_after(k: Tensor, updates: Tensor, summed: Tensor, state: Tensor, on_path: Tensor, leaves: Tensor) -> Tensor:
+    """States (A, H, Dk, Dv) of A trees behind a node each; ``solve_on_paths`` gave updates and summed decays.
+
+    Args:
+        k: (A, N, H, Dk).
+        updates: (A, N, H, Dv).
+        summed: (A, N, H).
+        state: (A, H, Dk, Dv) committed states.
+        on_path: (A, N, N).
+        leaves: (A,) the last node that is committed, in each tree.
+    """
+    trees = torch.arange(len(leaves), device=leaves.device)
+    leaf = summed[trees, leaves][:, None]  # (A, 1, H)
+    is_kept = on_path[trees, leaves][..., None]  # (A, N, 1)
+    weight = (leaf - summed).masked_fill(~is_kept, float("-inf")).exp()
+    written = torch.einsum("anhk,anhv->ahkv", weight[..., None] * k.to(summed.dtype), updates)
+    return (leaf[:, 0].exp()[..., None, None] * state.to(summed.dtype) + written).to(state.dtype)
