@@ -9,6 +9,7 @@ from dflash_kit.acceptance import AR
 from dflash_kit.benchmark_prompts import BenchmarkPrompt
 from dflash_kit.target import digest
 
+from .batch_engine import BatchEngine
 from .conversation import Conversation
 from .divergence import Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
@@ -36,7 +37,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine | FusedEngine,
+        engine: Engine | BatchEngine | FusedEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],
