@@ -20,6 +20,11 @@ CAPACITY_STEP = 64
 """Tokens; capacities are multiples of it, so that a slightly longer prompt needs no new storage."""
 
 
+def round_up(num_tokens: int) -> int:
+    """Capacity for so many tokens."""
+    return -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+
+
 def widen(states: Tensor, capacity: int, num_used: int) -> Tensor:
     """States (S, heads, C, dim) with more capacity, the first ``num_used`` slots kept."""
     wider = states.new_zeros(*states.shape[:2], capacity, states.shape[3])
@@ -97,7 +102,7 @@ class BatchCache(Cache):
     def reserve(self, num_tokens: int) -> None:
         """Let every slot hold that many tokens, rows of a verification included; what is held stays."""
         if num_tokens > self.capacity:
-            self.capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+            self.capacity = round_up(num_tokens)
             for layer in self._held:  # one after another, so that little is held twice
                 layer.keys = widen(layer.keys, self.capacity, len(self.lengths))
                 layer.values = widen(layer.values, self.capacity, len(self.lengths))

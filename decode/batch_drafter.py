@@ -13,7 +13,7 @@ from dflash_kit.drafter import DraftCache, Drafter
 from dflash_kit.masks import single_block_mask
 from dflash_kit.target_ends import TargetEnds
 
-from .batch_cache import token_index, widen
+from .batch_cache import round_up, token_index, widen
 
 
 class BatchDrafter:
@@ -33,10 +33,10 @@ class BatchDrafter:
         self.lengths: list[int] = []
         """Context tokens of each slot in use."""
 
-    def admit(self, context: DraftCache, capacity: int) -> None:
-        """Take the context of a prefilled prompt into the next slot, with room for ``capacity`` tokens."""
+    def admit(self, context: DraftCache, num_tokens: int) -> None:
+        """Take the context of a prefilled prompt into the next slot, with room for ``num_tokens``."""
         slot, length = len(self.lengths), context.length
-        self._reserve(capacity)
+        self._reserve(num_tokens)
         for states, *sources in zip(self._states, context.keys, context.values, strict=True):
             for held, source in zip(states, sources, strict=True):
                 held[slot, :, :length] = source[0, :, :length]
@@ -107,7 +107,8 @@ class BatchDrafter:
         cos, sin = self.drafter.rotary(positions.flatten(), self.drafter.fc.weight.dtype)
         return cos.view(*positions.shape, -1)[:, None], sin.view(*positions.shape, -1)[:, None]
 
-    def _reserve(self, capacity: int) -> None:
+    def _reserve(self, num_tokens: int) -> None:
+        capacity = round_up(num_tokens)
         if capacity > self._states[0][0].shape[2]:
             for states in self._states:
                 states[:] = [widen(held, capacity, len(self.lengths)) for held in states]

@@ -12,7 +12,7 @@ import torch
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
 
-from .batch_cache import CAPACITY_STEP
+from .batch_cache import round_up
 from .target_masks import LINEAR
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def batch_memory(
         num_rows: rows of a verification.
         element_bytes: of the dtype.
     """
-    capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+    capacity = round_up(num_tokens)
     kinds = getattr(text_config, "layer_types", None) or [""] * text_config.num_hidden_layers
     num_linear = list(kinds).count(LINEAR)
     heads = text_config.num_attention_heads

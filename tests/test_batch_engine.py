@@ -1,7 +1,6 @@
 """Batched decoding gives each response the tokens and rounds that it gets alone, whoever its neighbours are."""
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,9 @@ def test_samples_do_not_depend_on_neighbours(trained: Trained) -> None:
 
 
 @pytest.fixture
-def dense(tiny_target: Path) -> Iterator[tuple[Any, Drafter]]:
+def dense(tiny_target: Path) -> tuple[Any, Drafter]:
     drafter, _ = tiny_drafter(tiny_target)
-    yield load_target(tiny_target), drafter
+    return load_target(tiny_target), drafter
 
 
 def test_rounds_and_seconds_of_responses_add_up_to_those_of_the_batch(
