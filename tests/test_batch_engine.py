@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid": {"model_type": "qwen3_5_text", **LINEAR},
 }
 LENGTHS = (8, 1, 14, 40, 3, 22, 5, 11, 90)  # the last one outgrows the storage of the others
-LIMITS = [24, 11, 20, 9, 1, 24, 18, 24, 7]
+LIMITS = [16, 9, 14, 8, 1, 16, 12, 16, 5]
 
 
 @dataclass
@@ -62,9 +62,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model, (drafter, ends) = load_target(folder), tiny_drafter(folder, sharpness=1.0)
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 250, (length,), generator=draw).tolist() for length in LENGTHS]
-    said = decode_alone(make_engine(model, None), prompts, [24] * len(prompts), METHODS[0])
+    said = decode_alone(make_engine(model, None), prompts, [16] * len(prompts), METHODS[0])
     rows = [record_row(load_target(folder), drafter, p, g.token_ids) for p, g in zip(prompts[:4], said, strict=False)]
-    train_briefly(drafter, ends, rows, steps=40)
+    train_briefly(drafter, ends, rows, steps=30)
     found = decode_alone(make_engine(model, drafter), prompts[:4], LIMITS[:4], METHODS[4])
     return Trained(load_target(folder), model, drafter, prompts, (late_accepted(found),))
 
@@ -154,6 +154,20 @@ def test_context_limit(dense: tuple[Any, Drafter]) -> None:
     assert [len(found.token_ids) for found in batch] == [5, 16]
     with pytest.raises(KitError, match="prompt long has 20 tokens; 1 to 19 fit"):
         list(engine.decode(deque([Request(prompt_ids=[1] * 20, max_new_tokens=5, name="long")]), METHODS[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_target(tmp_path / "target", **KINDS[kind])
+    drafter = tiny_drafter(folder)[0].to("cuda")
+    prompts, limits = [list(range(5, 5 + length)) for length in LENGTHS], LIMITS
+    for method in METHODS:
+        alone = decode_alone(make_engine(load_target(folder, device="cuda"), drafter), prompts, limits, method)
+        batch, _ = decode_batch(
+            make_batch_engine(load_target(folder, device="cuda"), drafter, 3), prompts, limits, method
+        )
+        assert_equal(batch, alone)
 
 
 @pytest.mark.parametrize("trained", ["hybrid"], indirect=True)
