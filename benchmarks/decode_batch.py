@@ -32,7 +32,7 @@ from decode.batch_engine import BatchEngine, Request
 from decode.conversation import Conversation
 from decode.engine import Engine, Generation, Method
 from decode.target_runner import TargetRunner
-from dflash_kit.acceptance import AR, Acceptance, summarise
+from dflash_kit.acceptance import AR, CHAIN, DDTREE, Acceptance, summarise
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.checkpoint import read_provenance
 from dflash_kit.drafter import Drafter
@@ -79,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ckpt", help="drafter checkpoint: real weights and prompts instead of shapes")
     parser.add_argument("--target", help="target folder; default: the checkpoint's own")
     parser.add_argument("--batch_sizes", default="1,8,32")
+    parser.add_argument("--methods", default="ar,chain,ddtree")
     parser.add_argument("--budgets", default="64", help="DDTree budgets")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--context", type=int, default=512, help="longest prompt, with shapes")
@@ -96,8 +97,8 @@ def measure(case: str, args: argparse.Namespace, device: str, dtype: torch.dtype
     make = load_real if args.ckpt else make_random
     model, drafter, prompts, eos = make(case, args, device, dtype)
     sizes = [int(word) for word in args.batch_sizes.split(",")]
-    methods = [Method(AR, 0), Method("chain", drafter.config.num_draft_tokens)]
-    methods += [Method("ddtree", int(word)) for word in args.budgets.split(",")]
+    budgets = {AR: [0], CHAIN: [drafter.config.num_draft_tokens], DDTREE: map(int, args.budgets.split(","))}
+    methods = [Method(name, budget) for name in args.methods.split(",") for budget in budgets[name]]
     runner, ends = TargetRunner(model, drafter.config.target_layer_ids), TargetEnds.from_model(model)
     context = model.config.get_text_config().max_position_embeddings
     common: dict[str, Any] = {"eos_token_ids": eos, "max_context": context}
@@ -151,7 +152,7 @@ def entry(
         "acceptance_length": round(first.acceptance_length_pooled or 0, 3),
         "tokens_per_s": spread([f.tokens_per_s or 0.0 for f in found[key]]),
         "ms_per_round": {stage: spread([f.ms_per_round[stage] for f in found[key]]) for stage in first.ms_per_round},
-        "speedup": spread([f.speedup_over(b) or 0.0 for f, b in zip(found[key], baseline, strict=True)]),
+        "speedup": spread([f.speedup_over(b) or 0.0 for f, b in zip(found[key], baseline, strict=False)]),
         "over_batch_1": spread([f.speedup_over(a) or 0.0 for f, a in zip(found[key], alone, strict=False)]),
         "responses_unlike_batch_1": unlike if alone else None,
     }

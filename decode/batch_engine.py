@@ -22,7 +22,7 @@ from dflash_kit.target_ends import TargetEnds
 
 from .batch_drafter import BatchDrafter
 from .batch_target import BatchTarget
-from .engine import STAGES, Engine, Generation, Method, Prefix, StageClock
+from .engine import STAGES, Engine, Generation, Method, StageClock
 from .forest import build_trees
 from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
@@ -109,16 +109,13 @@ class BatchEngine:
         batch_size: int,
     ) -> None:
         self.batch_size, self.eos_token_ids = batch_size, frozenset(eos_token_ids)
-        self._single = Engine(target, drafter, ends, eos_token_ids=eos_token_ids, max_context=max_context)
+        # Prefills prompts; using it leaves what is being decoded as it is.
+        self.single = Engine(target, drafter, ends, eos_token_ids=eos_token_ids, max_context=max_context)
         self.target = BatchTarget(target, batch_size)
         self._drafter: BatchDrafter | None = None
         if drafter is not None:
             assert ends is not None
             self._drafter = BatchDrafter(drafter, ends, batch_size)
-
-    def prefill(self, prompt_ids: list[int], max_new_tokens: int, max_budget: int, prompt_id: str = "") -> Prefix:
-        """Run the target over one prompt; see ``Engine.prefill``. What is being decoded is left as it is."""
-        return self._single.prefill(prompt_ids, max_new_tokens, max_budget, prompt_id)
 
     def decode(
         self, waiting: deque[Request], method: Method, sampling: Sampling = GREEDY
@@ -157,13 +154,13 @@ class BatchEngine:
     def _admit(self, request: Request, method: Method, sampling: Sampling) -> _Response:
         """Prefill a prompt into the next slot and choose the first token."""
         num_tokens = len(request.prompt_ids)
-        prefix = self.prefill(request.prompt_ids, 1, 0, request.name)
-        limit = min(request.max_new_tokens, self._single.max_context - num_tokens)
+        prefix = self.single.prefill(request.prompt_ids, 1, 0, request.name)
+        limit = min(request.max_new_tokens, self.single.max_context - num_tokens)
         capacity = num_tokens + limit + method.budget + 1
         self.target.admit(capacity)
         if method.budget:
-            assert self._drafter is not None and self._single.draft_cache is not None
-            self._drafter.admit(self._single.draft_cache, capacity)
+            assert self._drafter is not None and self.single.draft_cache is not None
+            self._drafter.admit(self.single.draft_cache, capacity)
         return _Response(request, limit, choose_tokens(prefix.logits[None], sampling, request.generator))
 
     def _clear(self) -> None:
@@ -180,7 +177,7 @@ class BatchEngine:
 
     @torch.no_grad()
     def _round(self, active: list[_Response], method: Method, sampling: Sampling) -> None:
-        now_s = self._single.now_s
+        now_s = self.single.now_s
         clock, start_s = StageClock(now_s), now_s()
         anchors = [response.tokens[-1] for response in active]
         with clock("draft"):

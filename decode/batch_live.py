@@ -48,9 +48,11 @@ class _Turn:
 
 
 class BatchEvaluation(LiveEvaluation):
-    """``LiveEvaluation`` over a ``BatchEngine``; the arguments are the same."""
+    """``LiveEvaluation`` over a ``BatchEngine``; the other arguments are the same."""
 
-    engine: BatchEngine
+    def __init__(self, engine: BatchEngine, *args: Any, **named: Any) -> None:
+        super().__init__(engine.single, *args, **named)
+        self.batch_engine = engine
 
     def run(self, benchmarks: dict[str, list[BenchmarkPrompt]], store: ResultStore) -> None:
         """Decode what the store does not hold yet.
@@ -62,7 +64,7 @@ class BatchEvaluation(LiveEvaluation):
             self._warm_up_batch(benchmarks)
             for benchmark, prompts in benchmarks.items():
                 missing = [prompt for prompt in prompts if not store.has(benchmark, prompt.id)]
-                size = WAVE_BATCHES * self.engine.batch_size
+                size = WAVE_BATCHES * self.batch_engine.batch_size
                 for start in range(0, len(missing), size):
                     for result in self.decode_wave(benchmark, missing[start : start + size]):
                         store.add(result)
@@ -71,7 +73,7 @@ class BatchEvaluation(LiveEvaluation):
             if not is_out_of_memory(error):
                 raise
             raise KitError(
-                f"memory of {self.engine.target.device.type} is exhausted with batch_size {self.engine.batch_size}: "
+                f"memory of {self.engine.target.device.type} is exhausted with batch_size {self.batch_engine.batch_size}: "
                 f"{WHAT_HELPS}, and name a new folder with --out"
             ) from error
 
@@ -94,7 +96,7 @@ class BatchEvaluation(LiveEvaluation):
             )
             for asked in wave
         )
-        for request, generation in self.engine.decode(waiting, Method(*method), self.config.sampling):
+        for request, generation in self.batch_engine.decode(waiting, Method(*method), self.config.sampling):
             at: _Turn = request.tag
             at.conversation.answer(generation.token_ids)
             at.asked.responses.append(
@@ -125,11 +127,13 @@ class BatchEvaluation(LiveEvaluation):
 
     def _warm_up_batch(self, benchmarks: dict[str, list[BenchmarkPrompt]]) -> None:
         """The first passes of a process are several times slower; keep them out of every measurement."""
-        first = [(name, prompt) for name, prompts in benchmarks.items() for prompt in prompts][: self.engine.batch_size]
+        first = [(name, prompt) for name, prompts in benchmarks.items() for prompt in prompts][
+            : self.batch_engine.batch_size
+        ]
         asked = [open_conversation(self.tokenizer, self.config, name, prompt).ask(0) for name, prompt in first]
         for method in self.methods:
             waiting = deque(Request(prompt_ids=ids, max_new_tokens=WARM_UP_TOKENS) for ids in asked)
-            for _ in self.engine.decode(waiting, Method(*method)):
+            for _ in self.batch_engine.decode(waiting, Method(*method)):
                 pass
 
 

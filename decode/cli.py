@@ -126,15 +126,15 @@ def _decode(
                     max_new_tokens=config.max_new_tokens,
                     max_budget=max(budget for _, budget in methods),
                 )
-            kind = BatchEvaluation if isinstance(engine, BatchEngine) else LiveEvaluation
-            evaluation = kind(
-                engine,
-                tokenizer,
-                config,
-                methods,
-                getattr(torch, dtype),
-                on_response=lambda method, generation: progress.add_response(method, generation.log),
-                on_prompt=lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
+            hooks: dict[str, Any] = {
+                "on_response": lambda method, generation: progress.add_response(method, generation.log),
+                "on_prompt": lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
+            }
+            settings = tokenizer, config, methods, getattr(torch, dtype)
+            evaluation = (
+                BatchEvaluation(engine, *settings, **hooks)
+                if isinstance(engine, BatchEngine)
+                else LiveEvaluation(engine, *settings, **hooks)
             )
             _open(config, store)
             evaluation.run(benchmarks, store)

@@ -237,7 +237,9 @@ def convolve(module: Any, windows_CNW: Tensor) -> Tensor:
     return convolved
 
 
-def rule_inputs(module: Any, convolved_NC: Tensor, a_NH: Tensor, b_NH: Tensor) -> tuple[Tensor, ...]:
+def rule_inputs(
+    module: Any, convolved_NC: Tensor, a_NH: Tensor, b_NH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the delta rule takes: q, k (…, N, H, Dk), v (…, N, H, Dv), log-decay and write strength (…, N, H)."""
     q, k, v = convolved_NC.split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
     repeats = module.num_v_heads // module.num_k_heads

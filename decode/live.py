@@ -9,7 +9,6 @@ from dflash_kit.acceptance import AR
 from dflash_kit.benchmark_prompts import BenchmarkPrompt
 from dflash_kit.target import digest
 
-from .batch_engine import BatchEngine
 from .conversation import Conversation
 from .divergence import Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
@@ -37,7 +36,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine | BatchEngine | FusedEngine,
+        engine: Engine | FusedEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],

@@ -114,7 +114,7 @@ def test_rounds_and_seconds_of_responses_add_up_to_those_of_the_batch(
     dense: tuple[Any, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks, engine = iter(range(10_000)), make_batch_engine(*dense, 3)
-    monkeypatch.setattr(engine._single, "now_s", lambda: float(next(ticks)))
+    monkeypatch.setattr(engine.single, "now_s", lambda: float(next(ticks)))
     num_rounds, honest = 0, engine._round
 
     def counted(*args: Any) -> None:
