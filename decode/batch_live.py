@@ -137,23 +137,38 @@ class BatchEvaluation(LiveEvaluation):
                 pass
 
 
-def require_batchable(methods: Sequence[tuple[str, int]]) -> None:
-    """Refuse methods that choose something for each round by what rounds cost: rounds of a batch are shared.
+def batch_sizes(
+    config: EvalConfig,
+    benchmarks: dict[str, list[BenchmarkPrompt]],
+    tokenizer: Any,
+    methods: Sequence[tuple[str, int]],
+    num_prompts: int,
+) -> dict[str, int]:
+    """What decides the memory of a batch: the sizes that ``batch_memory`` asks for.
+
+    Args:
+        config: what to decode.
+        benchmarks: all prompts.
+        tokenizer: the target's.
+        methods: name and budget.
+        num_prompts: that are still to be decoded.
 
     Raises:
-        KitError: naming the first such method.
+        KitError: a method that decodes one prompt at a time, since it chooses by what a round of its own costs.
     """
     for name, _ in methods:
         if name not in (AR, CHAIN, DDTREE):
             raise KitError(
                 f"method {name} decodes one prompt at a time; with batch_size above 1 use {AR}, {CHAIN} and {DDTREE}"
             )
-
-
-def longest_first_turn(benchmarks: dict[str, list[BenchmarkPrompt]], tokenizer: Any, config: EvalConfig) -> int:
-    """Tokens of the longest first turn."""
-    return max(
+    lengths = (
         len(open_conversation(tokenizer, config, benchmark, prompt).ask(0))
         for benchmark, prompts in benchmarks.items()
         for prompt in prompts
     )
+    return {
+        "batch_size": min(config.batch_size, num_prompts),
+        "longest_prompt": max(lengths),
+        "max_new_tokens": config.max_new_tokens,
+        "max_budget": max(budget for _, budget in methods),
+    }

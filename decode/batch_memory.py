@@ -110,6 +110,31 @@ def require_batch_fits(
     )
 
 
+def describe_batch(
+    text_config: Any,
+    drafter: DrafterConfig,
+    *,
+    batch_size: int,
+    longest_prompt: int,
+    max_new_tokens: int,
+    max_budget: int,
+    element_bytes: int,
+) -> str:
+    """What ``require_batch_fits`` will ask for, in words; no weights are read."""
+    memory = batch_memory(
+        text_config,
+        drafter,
+        batch_size=batch_size,
+        num_tokens=longest_prompt + max_new_tokens + max_budget + 1,
+        num_rows=max_budget + 1,
+        element_bytes=element_bytes,
+    )
+    return (
+        f"{batch_size} prompts at a time: about {memory.caches / GIB:.3g} GiB of caches and "
+        f"{memory.passing / GIB:.3g} GiB within a round, beside the weights"
+    )
+
+
 def free_device_bytes(device: torch.device) -> int:
     """Bytes that may still be allocated."""
     if device.type == "cuda":

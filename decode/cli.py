@@ -13,12 +13,12 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
 from dflash_kit.publish import check_publication, plan_publication, push
-from dflash_kit.target import load_target, load_tokenizer
+from dflash_kit.target import load_config, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
 from .batch_engine import BatchEngine
-from .batch_live import BatchEvaluation, longest_first_turn, require_batchable
-from .batch_memory import require_batch_fits
+from .batch_live import BatchEvaluation, batch_sizes
+from .batch_memory import describe_batch, require_batch_fits
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
@@ -110,22 +110,20 @@ def _decode(
     tokenizer = load_tokenizer(inputs.target, config.target_revision)
     if done < num_prompts:
         require_prompts_fit(benchmarks, tokenizer, config, inputs.spec.max_position_embeddings)
-    if config.batch_size > 1:
-        require_batchable(methods)
+    if config.batch_size > 1 and done < num_prompts:
+        sizes = batch_sizes(config, benchmarks, tokenizer, methods, num_prompts - done)
+        text_config = load_config(inputs.target, config.target_revision).get_text_config()
+        words = describe_batch(
+            text_config, inputs.drafter_config, **sizes, element_bytes=getattr(torch, dtype).itemsize
+        )
+        print(f"batch        {words}", flush=True)
     if config.dry_run:
         return None
     if done < num_prompts:
         engine = _engine(config, inputs, methods, device, dtype, num_prompts - done)
         with EvaluationProgress(num_prompts, done) as progress:
             if isinstance(engine, BatchEngine):
-                require_batch_fits(
-                    engine.target.model,
-                    inputs.drafter_config,
-                    batch_size=engine.batch_size,
-                    longest_prompt=longest_first_turn(benchmarks, tokenizer, config),
-                    max_new_tokens=config.max_new_tokens,
-                    max_budget=max(budget for _, budget in methods),
-                )
+                require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)
             hooks: dict[str, Any] = {
                 "on_response": lambda method, generation: progress.add_response(method, generation.log),
                 "on_prompt": lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),

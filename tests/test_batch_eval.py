@@ -56,6 +56,12 @@ def test_report_says_what_a_batch_means(made: Path, tmp_path: Path, capsys: pyte
         assert entry["responses_per_round"] == pytest.approx(entry["rounds"] / rounds)
 
 
+def test_dry_run_says_what_a_batch_takes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert evaluate(made, tmp_path / "out", "--dry_run", "--batch_size=8") == 0
+    assert "3 prompts at a time: about 0." in capsys.readouterr().out  # there are only three
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_requests_are_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     for flags, words in (
         (["--batch_size=0"], "batch_size is 0; at least 1 is needed"),
