@@ -32,11 +32,13 @@ def test_tokens_do_not_depend_on_the_batch(made: Path, tmp_path: Path, temperatu
 
 
 def test_report_says_what_a_batch_means(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    assert evaluate(made, tmp_path / "out", "--batch_size=3", "--methods=ar,ddtree") == 0
+    card = ("--push_to_hub=org/name", "--push_dry_run=true", "--base_model=org/base")
+    assert evaluate(made, tmp_path / "out", "--batch_size=3", "--methods=ar,ddtree", *card) == 0
     captured = capsys.readouterr()
     assert "portable, 3 prompts at a time" in captured.out
     assert "batches of 3" in captured.out
     assert "3/3" in captured.err
+    assert "float32, batches of 3." in (tmp_path / "out" / "model_card.md").read_text()
     report = read_report(tmp_path / "out")
     assert report["run"]["batch size"] == 3
     assert "3 prompts at a time share a round" in report["speeds"]
