@@ -60,19 +60,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(shape: dict[str, Any]) -> Any:
-    """A transformers model of this shape with random bf16 weights on the GPU."""
+def random_model(shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A transformers model of this shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {key: value for key, value in shape.items() if key != "family"}
     config = AutoConfig.for_model(shape["family"], max_position_embeddings=16384, **settings)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 
-def random_drafter(shape: dict[str, Any], block_size: int, num_layers: int) -> Drafter:
-    """A drafter of the target's width with random bf16 weights on the GPU."""
+def random_drafter(
+    shape: dict[str, Any], block_size: int, num_layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Drafter:
+    """A drafter of the target's width with random weights."""
     taps = tap_layer_ids(shape["num_hidden_layers"], 5 if shape["num_hidden_layers"] > 7 else 1)
     config = DrafterConfig(
         **{name: shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
@@ -82,8 +84,8 @@ def random_drafter(shape: dict[str, Any], block_size: int, num_layers: int) -> D
         num_target_layers=shape["num_hidden_layers"], layer_types=("full_attention",) * num_layers,
         layer_causal=(False,) * num_layers,
     )  # fmt: skip
-    with torch.device("cuda"):
-        return Drafter(config).bfloat16().eval().requires_grad_(False)
+    with torch.device(device):
+        return Drafter(config).to(dtype).eval().requires_grad_(False)
 
 
 def ceilings() -> dict[str, float]:

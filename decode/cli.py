@@ -13,9 +13,12 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
 from dflash_kit.publish import check_publication, plan_publication, push
-from dflash_kit.target import load_target, load_tokenizer
+from dflash_kit.target import load_config, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
+from .batch_engine import BatchEngine
+from .batch_live import BatchEvaluation, batch_sizes
+from .batch_memory import describe_batch, require_batch_fits
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
@@ -107,19 +110,29 @@ def _decode(
     tokenizer = load_tokenizer(inputs.target, config.target_revision)
     if done < num_prompts:
         require_prompts_fit(benchmarks, tokenizer, config, inputs.spec.max_position_embeddings)
+    if config.batch_size > 1 and done < num_prompts:
+        sizes = batch_sizes(config, benchmarks, tokenizer, methods, num_prompts - done)
+        text_config = load_config(inputs.target, config.target_revision).get_text_config()
+        words = describe_batch(
+            text_config, inputs.drafter_config, **sizes, element_bytes=getattr(torch, dtype).itemsize
+        )
+        print(f"batch        {words}", flush=True)
     if config.dry_run:
         return None
     if done < num_prompts:
-        engine = _engine(config, inputs, methods, device, dtype)
+        engine = _engine(config, inputs, methods, device, dtype, num_prompts - done)
         with EvaluationProgress(num_prompts, done) as progress:
-            evaluation = LiveEvaluation(
-                engine,
-                tokenizer,
-                config,
-                methods,
-                getattr(torch, dtype),
-                on_response=lambda method, generation: progress.add_response(method, generation.log),
-                on_prompt=lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
+            if isinstance(engine, BatchEngine):
+                require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)
+            hooks: dict[str, Any] = {
+                "on_response": lambda method, generation: progress.add_response(method, generation.log),
+                "on_prompt": lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
+            }
+            settings = tokenizer, config, methods, getattr(torch, dtype)
+            evaluation = (
+                BatchEvaluation(engine, *settings, **hooks)
+                if isinstance(engine, BatchEngine)
+                else LiveEvaluation(engine, *settings, **hooks)
             )
             _open(config, store)
             evaluation.run(benchmarks, store)
@@ -156,8 +169,8 @@ def _replay(
 
 
 def _engine(
-    config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str
-) -> Engine | FusedEngine:
+    config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str, num_prompts: int
+) -> Engine | BatchEngine | FusedEngine:
     """Load target and drafter, and choose what decodes with them.
 
     Raises:
@@ -171,6 +184,8 @@ def _engine(
     model = load_target(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
     eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
     reason = reason_against(model, drafter, methods, config.temperature)
+    if config.batch_size > 1:
+        reason = f"it decodes one prompt at a time, and batch_size is {config.batch_size}"
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
     if config.engine == "auto" and not reason and is_hybrid(model):
@@ -180,14 +195,13 @@ def _engine(
         max_budget = max(budget for _, budget in methods)
         return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)
     note = f" (not fused: {reason})" if device == "cuda" and reason else ""
-    print(f"engine       portable{note}", flush=True)
-    return Engine(
-        TargetRunner(model, drafter.config.target_layer_ids),
-        drafter,
-        TargetEnds.from_model(model),
-        eos_token_ids=eos_token_ids,
-        max_context=max_context,
-    )
+    at_once = f", {config.batch_size} prompts at a time" if config.batch_size > 1 else ""
+    print(f"engine       portable{at_once}{note}", flush=True)
+    parts = TargetRunner(model, drafter.config.target_layer_ids), drafter, TargetEnds.from_model(model)
+    if config.batch_size > 1:
+        batch_size = min(config.batch_size, num_prompts)
+        return BatchEngine(*parts, eos_token_ids=eos_token_ids, max_context=max_context, batch_size=batch_size)
+    return Engine(*parts, eos_token_ids=eos_token_ids, max_context=max_context)
 
 
 def _publish(config: EvalConfig, report: dict[str, Any]) -> None:
@@ -256,7 +270,7 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
             "mode": "live decoding" if config.replay is None else f"replay of {config.replay}",
             "hardware": hardware,
             "dtype": dtype,
-            "batch size": 1,
+            "batch size": config.batch_size,
             "max_new_tokens": config.max_new_tokens,
             "block size": inputs.drafter_config.block_size,
             "commit": provenance["git_commit"],

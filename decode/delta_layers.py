@@ -104,23 +104,9 @@ class DeltaLayer:
     def look(self, hidden: Tensor, paths: "Paths") -> Tensor:
         """Outputs (1, N, D) of rows (1, N, D), each given its own path."""
         module = self.module
-        mixed_NC, z_NHV, b_NH, a_NH = project(module, hidden)
-        q, k, v = self._convolve(mixed_NC, paths).split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
-        repeats = module.num_v_heads // module.num_k_heads
-        q, k = (
-            unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()).repeat_interleave(repeats, dim=1)
-            for x in (q, k)
-        )
-        decay_NH = -module.A_log.float().exp() * nn.functional.softplus(a_NH.float() + module.dt_bias)
-        outputs_NHV, self._commit = delta_rule_on_paths(
-            q * module.head_k_dim**-0.5,
-            k,
-            v.unflatten(-1, (module.num_v_heads, module.head_v_dim)),
-            decay_NH,
-            b_NH.sigmoid(),
-            self.state_HKV,
-            paths.on_path_NN,
-        )
+        mixed_NC, z_NHV, b_NH, a_NH = (x[0] for x in project(module, hidden))
+        inputs = rule_inputs(module, self._convolve(mixed_NC, paths), a_NH, b_NH)
+        outputs_NHV, self._commit = delta_rule_on_paths(*inputs, self.state_HKV, paths.on_path_NN)
         normed = module.norm(outputs_NHV.flatten(0, 1), z_NHV.flatten(0, 1))
         return module.out_proj(normed.view(1, hidden.shape[1], -1))
 
@@ -135,15 +121,9 @@ class DeltaLayer:
 
     def _convolve(self, mixed_NC: Tensor, paths: "Paths") -> Tensor:
         """(N, C): the causal convolution along each row's own path, and its activation."""
-        from transformers.activations import ACT2FN
-
         self._seen_CN = mixed_NC.T
         known_CM = torch.cat([self.inputs_CW, self._seen_CN], dim=1)
-        windows_CNW = known_CM[:, paths.columns_NW]
-        output_CN = (windows_CNW.float() * self.conv_CW[:, None].float()).sum(-1)
-        if self.module.conv1d.bias is not None:
-            output_CN = output_CN + self.module.conv1d.bias[:, None]
-        return ACT2FN[self.module.activation](output_CN).T.to(mixed_NC.dtype)
+        return convolve(self.module, known_CM[:, paths.columns_NW]).to(mixed_NC.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +212,10 @@ class DeltaLayers:
 
 
 def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a layer's input projections give for hidden states (1, N, D).
+    """What a layer's input projections give for hidden states (A, N, D).
 
     Returns:
-        Convolution inputs (N, C), gates z (N, H, Dv), b (N, H) and a (N, H).
+        Convolution inputs (A, N, C), gates z (A, N, H, Dv), b (A, N, H) and a (A, N, H).
     """
     if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next interleaves them by key head
         q, k, v, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
@@ -243,7 +223,33 @@ def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     else:
         mixed, b, a = module.in_proj_qkv(hidden), module.in_proj_b(hidden), module.in_proj_a(hidden)
         z = module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim))
-    return mixed[0], z[0], b[0], a[0]
+    return mixed, z, b, a
+
+
+def convolve(module: Any, windows_CNW: Tensor) -> Tensor:
+    """(…, N, C): the causal convolution of the inputs (…, C, N, W) that each row sees, and its activation."""
+    from transformers.activations import ACT2FN
+
+    output_CN = (windows_CNW.float() * module.conv1d.weight.squeeze(1)[:, None].float()).sum(-1)
+    if module.conv1d.bias is not None:
+        output_CN = output_CN + module.conv1d.bias[:, None]
+    convolved: Tensor = ACT2FN[module.activation](output_CN).mT
+    return convolved
+
+
+def rule_inputs(
+    module: Any, convolved_NC: Tensor, a_NH: Tensor, b_NH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the delta rule takes: q, k (…, N, H, Dk), v (…, N, H, Dv), log-decay and write strength (…, N, H)."""
+    q, k, v = convolved_NC.split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
+    repeats = module.num_v_heads // module.num_k_heads
+    q, k = (
+        unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()).repeat_interleave(repeats, dim=-2)
+        for x in (q, k)
+    )
+    decay_NH = -module.A_log.float().exp() * nn.functional.softplus(a_NH.float() + module.dt_bias)
+    values = v.unflatten(-1, (module.num_v_heads, module.head_v_dim))
+    return q * module.head_k_dim**-0.5, k, values, decay_NH, b_NH.sigmoid()
 
 
 def unit(x: Tensor) -> Tensor:

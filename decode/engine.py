@@ -97,7 +97,7 @@ class Engine:
         num_tokens = len(prompt_ids)
         require_context(num_tokens, self.max_context, prompt_id)
         max_new_tokens = min(max_new_tokens, self.max_context - num_tokens)
-        start_s = self._now_s()
+        start_s = self.now_s()
         self.target.reserve(num_tokens + max_new_tokens + max_budget + 1)
         logits, taps = self.target.prefill(torch.tensor(prompt_ids, device=self.target.device))
         require_finite(logits, prompt_id)
@@ -107,7 +107,7 @@ class Engine:
                 self._draft_cache = self.drafter.new_cache(capacity)
             self._draft_cache.length = 0
             self._extend(taps)
-        self._prefix = Prefix(num_tokens, max_new_tokens, logits, self._now_s() - start_s)
+        self._prefix = Prefix(num_tokens, max_new_tokens, logits, self.now_s() - start_s)
         return self._prefix
 
     def decode(
@@ -136,7 +136,7 @@ class Engine:
             self._draft_cache.length = prefix.num_tokens
         tokens = choose_tokens(prefix.logits[None], sampling, generator)
         num_accepted: list[int] = []
-        cut, clock, start_s = None, _StageClock(self._now_s), self._now_s()
+        cut, clock, start_s = None, StageClock(self.now_s), self.now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:
             limit = prefix.max_new_tokens - len(tokens)
             done = self._round(tokens[-1], method, limit, sampling, generator, clock)
@@ -150,7 +150,7 @@ class Engine:
             num_accepted=tuple(num_accepted),
             cut=cut,
             stage_s=clock.seconds,
-            decode_s=self._now_s() - start_s,
+            decode_s=self.now_s() - start_s,
         )
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
@@ -163,7 +163,7 @@ class Engine:
         limit: int,
         sampling: Sampling,
         generator: torch.Generator | None,
-        clock: "_StageClock",
+        clock: "StageClock",
     ) -> Walk:
         with clock("draft"):
             draft_logits = self._draft(anchor) if method.budget else None
@@ -202,7 +202,13 @@ class Engine:
         new_positions = torch.arange(start, start + taps.shape[1], device=taps.device)
         self.drafter.extend(self._draft_cache, taps.to(self.drafter.fc.weight.dtype), new_positions)
 
-    def _now_s(self) -> float:
+    @property
+    def draft_cache(self) -> DraftCache | None:
+        """The drafter's context of the last prefill and what was decoded from it."""
+        return self._draft_cache
+
+    def now_s(self) -> float:
+        """Seconds of a clock, behind everything that the device was asked to do."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
@@ -240,7 +246,7 @@ def _tree(draft_logits: Tensor | None, method: Method) -> Tree:
     return chain_tree(draft_logits) if method.name == CHAIN else build_tree(draft_logits, method.budget)
 
 
-class _StageClock:
+class StageClock:
     """Adds up seconds by stage."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:

@@ -74,19 +74,41 @@ def solve_on_paths(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs o (N, H, Dv) and updates u (N, H, Dv) of the equations above, at least float32, and decays G (N, H) float64.
 
-    Where a node on the way has forgotten nearly all, G_i - G_j is a small difference of large sums: float32 would lose two
-    digits of it.
+    Everything may have leading dimensions, one tree with a state of its own for each of them. Where a node on the way has
+    forgotten nearly all, G_i - G_j is a small difference of large sums: float32 would lose two digits of it.
     """
     compute = torch.promote_types(state.dtype, torch.float32)
-    q, k, values, g, beta = (x.to(compute).transpose(0, 1) for x in (q, k, v, g, beta))  # heads first
+    q, k, values = (x.to(compute).transpose(-3, -2) for x in (q, k, v))  # heads first
+    g, beta = (x.to(compute).transpose(-2, -1) for x in (g, beta))
     start = state.to(compute)
-    summed = g.double() @ on_path.double().T  # (H, N): G
+    summed = g.double() @ on_path.double().mT  # (H, N): G
     # Masked before the exponential: between branches G_i - G_j may be large, and infinity times 0 is no
     # number.
-    decay = (summed[:, :, None] - summed[:, None, :]).masked_fill(~on_path, float("-inf")).to(compute).exp()
+    between = summed[..., :, None] - summed[..., None, :]
+    decay = between.masked_fill(~on_path[..., None, :, :], float("-inf")).to(compute).exp()
     shrink = summed.exp().to(compute)[..., None]
-    system = beta[..., None] * decay * (k @ k.transpose(1, 2))  # its diagonal is not read
+    system = beta[..., None] * decay * (k @ k.mT)  # its diagonal is not read
     right = beta[..., None] * (values - shrink * (k @ start))
     updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    outputs = shrink * (q @ start) + (decay * (q @ k.transpose(1, 2))) @ updates
-    return outputs.transpose(0, 1), updates.transpose(0, 1), summed.T
+    outputs = shrink * (q @ start) + (decay * (q @ k.mT)) @ updates
+    return outputs.transpose(-3, -2), updates.transpose(-3, -2), summed.mT
+
+
+def states_after(k: Tensor, updates: Tensor, summed: Tensor, state: Tensor, on_path: Tensor, leaves: Tensor) -> Tensor:
+    """States (A, H, Dk, Dv) of A trees behind a node each; ``solve_on_paths`` gave updates and summed decays.
+
+    Args:
+        k: (A, N, H, Dk).
+        updates: (A, N, H, Dv).
+        summed: (A, N, H) float64.
+        state: (A, H, Dk, Dv) committed states.
+        on_path: (A, N, N).
+        leaves: (A,) the last node that is committed, in each tree.
+    """
+    trees = torch.arange(len(leaves), device=leaves.device)
+    leaf = summed[trees, leaves][:, None]  # (A, 1, H)
+    is_kept = on_path[trees, leaves][..., None]  # (A, N, 1)
+    weight = (leaf - summed).masked_fill(~is_kept, float("-inf")).to(updates.dtype).exp()
+    written = torch.einsum("anhk,anhv->ahkv", weight[..., None] * k.to(updates.dtype), updates)
+    shrink = leaf[:, 0].to(updates.dtype).exp()[..., None, None]
+    return (shrink * state.to(updates.dtype) + written).to(state.dtype)

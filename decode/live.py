@@ -73,7 +73,7 @@ class LiveEvaluation:
                 conversation = conversations[method]
                 prompts[turn, method] = conversation.ask(turn)
                 prefix = self._prefill(prompts[turn, method], conversation.name)
-                self._generator.manual_seed(_stream(self.config.seed, benchmark, prompt.id, turn, method))
+                self._generator.manual_seed(response_seed(self.config.seed, benchmark, prompt.id, turn, method))
                 generation = self.engine.decode(
                     prefix,
                     Method(*method),
@@ -86,6 +86,16 @@ class LiveEvaluation:
                     Response(turn=turn, method=method, log=generation.log, token_ids=tuple(generation.token_ids))
                 )
                 self._on_response(method, generation)
+        return self._result(benchmark, prompt, responses, prompts)
+
+    def _result(
+        self,
+        benchmark: str,
+        prompt: BenchmarkPrompt,
+        responses: Sequence[Response],
+        prompts: dict[tuple[int, tuple[str, int]], list[int]],
+    ) -> PromptResult:
+        """Responses of one prompt, compared with the baseline; ``prompts`` are token ids by turn and method."""
         return PromptResult(
             benchmark=benchmark,
             prompt_id=prompt.id,
@@ -186,6 +196,6 @@ def method_label(method: tuple[str, int]) -> str:
     return f"{name}-{budget}" if name == "ddtree" else name
 
 
-def _stream(seed: int, *where: Any) -> int:
+def response_seed(seed: int, *where: Any) -> int:
     """A seed for one response, the same however an evaluation was interrupted."""
     return int(digest([seed, *where])[:15], 16)

@@ -28,6 +28,11 @@ SPEED_RULE = (
     "method. Speed-up is over the same engine's autoregressive loop."
 )
 
+BATCH_RULE = (
+    "{} prompts at a time share a round (responses_per_round says how many on average did): milliseconds per round are those "
+    "of the whole batch, tokens per second its total throughput, and the speed-up is over autoregressive decoding in such batches."
+)
+
 
 def build_report(
     results: Sequence[PromptResult],
@@ -68,7 +73,12 @@ def build_report(
             )
     for entry in entries:
         require_identity(entry["acceptance_length_pooled"], entry["position_rates"])
-    return {**facts, "cut_rounds": CUT_RULE, "speeds": SPEED_RULE, "results": entries}
+    return {**facts, "cut_rounds": CUT_RULE, "speeds": _speed_rule(facts), "results": entries}
+
+
+def _speed_rule(facts: dict[str, Any]) -> str:
+    batch_size = facts.get("run", {}).get("batch size", 1)
+    return SPEED_RULE if batch_size == 1 else f"{SPEED_RULE} {BATCH_RULE.format(batch_size)}"
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
@@ -105,7 +115,9 @@ COLUMNS = ("benchmark", "method", "n", "rounds", "τ", "95 %", "τ/prompt", "ms/
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
     """The table on stdout."""
     temperature = report["results"][0]["temperature"] if report["results"] else 0
-    title = escape(f"{report['checkpoint']} on {report['target']}, temperature {temperature:g}")
+    batch_size = report.get("run", {}).get("batch size", 1)
+    at_once = f", batches of {batch_size}" if batch_size > 1 else ""
+    title = escape(f"{report['checkpoint']} on {report['target']}, temperature {temperature:g}{at_once}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("benchmark", "method") else "right", no_wrap=True)
@@ -123,6 +135,8 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     console.print(
         f"n prompts; τ pooled acceptance length; diff: tokens unlike autoregressive. {CUT_RULE}", highlight=False
     )
+    if batch_size > 1:
+        console.print(BATCH_RULE.format(batch_size), highlight=False)
     for line in divergence_lines(report):
         console.print(escape(line), highlight=False)
 

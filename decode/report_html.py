@@ -44,7 +44,7 @@ def render_page(report: dict[str, Any]) -> str:
         "<h2>Results</h2>",
         _table(results),
         f'<p class="note">{escape(CUT_RULE)}</p>',
-        f'<p class="note">{escape(SPEED_RULE)}</p>',
+        f'<p class="note">{escape(report.get("speeds", SPEED_RULE))}</p>',
         *(f'<p class="note">{escape(line)}</p>' for line in divergence_lines(report)),
         "<h2>Acceptance length by budget</h2>",
         _figure(

@@ -57,6 +57,8 @@ class EvalConfig:
     replay: str | None = None
     """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
     no speeds."""
+    batch_size: int = 1
+    """Prompts decoded at a time, by the portable engine. Tokens are the same; above 1, speeds are those of the batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable"] = "auto"
@@ -91,6 +93,14 @@ class EvalConfig:
             raise ValueError("top_p and top_k cut off a sampled distribution; they need a temperature above 0")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; at least 1 is needed")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; at least 1 is needed")
+        if self.batch_size > 1 and self.replay is not None:
+            raise ValueError(f"batch_size is {self.batch_size}, but replay decodes nothing; leave one of the two out")
+        if self.batch_size > 1 and self.engine == "fused":
+            raise ValueError(
+                f"batch_size is {self.batch_size}, but the fused engine decodes one prompt at a time; use --engine portable"
+            )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
         if self.cpu_threads is not None and self.cpu_threads < 1:
@@ -146,6 +156,8 @@ class EvalConfig:
     def result_settings(self) -> dict[str, Any]:
         """Settings that a resumed run must share, in one spelling."""
         values = {name: value for name, value in asdict(self).items() if name not in PLACE_FIELDS}
+        if self.batch_size == 1:
+            del values["batch_size"]  # which older report folders do not name
         lists = {"benchmarks": self.benchmark_names, "methods": self.method_names, "budgets": self.budget_list}
         return values | lists
 

@@ -36,14 +36,35 @@ class TargetMasks:
         """
         context = torch.ones(len(row_positions), num_committed, dtype=torch.bool, device=visible.device)
         seen = torch.cat([context, visible], dim=1)
+        keys = torch.cat([torch.arange(num_committed, device=visible.device), row_positions])
+        return self._additive(seen[None], row_positions[None], keys[None], dtype)
+
+    def of_batch(self, row_positions: Tensor, visible: Tensor, lengths: Tensor, end: int, dtype: torch.dtype) -> Any:
+        """Additive masks (A, 1, n, L) of A responses whose rows stand right behind their own committed tokens.
+
+        Args:
+            row_positions: (A, n).
+            visible: (A, n, n) bool, which rows of a response see which.
+            lengths: (A,) committed tokens; what lies behind a response's rows is hidden.
+            end: L, keys of the longest response.
+            dtype: of the target.
+        """
+        count, num_rows = row_positions.shape
+        columns = lengths[:, None] + torch.arange(num_rows, device=lengths.device)
+        keys = torch.arange(end, device=lengths.device).expand(count, -1)
+        seen = (keys < lengths[:, None])[:, None].repeat(1, num_rows, 1)
+        seen.scatter_(2, columns[:, None].expand(-1, num_rows, -1), visible)
+        return self._additive(seen, row_positions, keys.scatter(1, columns, row_positions), dtype)
+
+    def _additive(self, seen: Tensor, row_positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Any:
+        """Masks of all kinds from who sees whom (A, n, L), and positions (A, n) and (A, L)."""
         masks = {}
         for kind in self.kinds:
             allowed = seen
             if kind == SLIDING:
-                keys = torch.cat([torch.arange(num_committed, device=visible.device), row_positions])
-                allowed = seen & (row_positions[:, None] - keys[None, :] < self.window)
-            mask = torch.zeros(allowed.shape, dtype=dtype, device=visible.device)
-            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
+                allowed = seen & (row_positions[..., :, None] - key_positions[..., None, :] < self.window)
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=seen.device)
+            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self.kinds[0]]
 
 

@@ -64,6 +64,11 @@ class TargetRunner:
         """Tokens whose keys and values are committed."""
         return self._cache.length
 
+    @property
+    def committed(self) -> tuple[PathCache, DeltaLayers]:
+        """What is committed: keys and values, and the states of Gated DeltaNet layers."""
+        return self._cache, self._delta
+
     def reserve(self, num_tokens: int) -> None:
         """Make room for that many tokens, rows of a verification included; forgets what was committed."""
         if self._cache.capacity < num_tokens:
@@ -128,17 +133,36 @@ class TargetRunner:
         self, token_ids: Tensor, row_positions: Tensor, visible: Tensor, *, last_only: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (rows, V), or (1, V) of the last row alone, and the taps of all rows."""
+        mask = self.masks(row_positions, visible, self._cache.length, self.dtype)
+        logits, taps = self.run_model(token_ids[None], row_positions[None], mask, self._cache, last_only=last_only)
+        return logits[0], taps
+
+    def run_model(
+        self, token_ids: Tensor, row_positions: Tensor, mask: Any, cache: Any, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward pass of the model over rows (A, n) at positions (A, n).
+
+        Args:
+            token_ids: int64.
+            row_positions: int64.
+            mask: what the model takes as ``attention_mask``.
+            cache: keys and values, written by the pass.
+            last_only: logits of the last row alone where the model can do that.
+
+        Returns:
+            Logits (A, n, V), and taps (A, n, K * D), None without tap layers.
+        """
         arguments: dict[str, Any] = {
-            "input_ids": token_ids[None],
-            "position_ids": row_positions[None],
-            "attention_mask": self.masks(row_positions, visible, self._cache.length, self.dtype),
-            self._cache_name: self._cache,
+            "input_ids": token_ids,
+            "position_ids": row_positions,
+            "attention_mask": mask,
+            self._cache_name: cache,
             "use_cache": True,
         }
         if last_only and self._keeps_logits:
             arguments["logits_to_keep"] = 1
         if self._recorder is None:
-            return self.model(**arguments).logits[0], None
+            return self.model(**arguments).logits, None
         with self._recorder as recorder:
-            logits = self.model(**arguments).logits[0]
+            logits = self.model(**arguments).logits
             return logits, recorder.taps()

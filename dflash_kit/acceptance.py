@@ -10,6 +10,11 @@ many there are. So acceptance length = 1 + Σ position rates holds for every set
 checked.
 
 Speed leaves the prefill and the first token out: tokens/s = tokens after the first / time of all rounds.
+
+Batches. Responses that share a round are each charged their equal share of it: of its seconds, by stage and in total, and of
+the round itself. Summed over responses these are the seconds and the rounds of the batch. So tokens/s is the throughput of
+the whole batch, and milliseconds per round are those of a round of the batch; ``rounds`` and all acceptance figures still
+count every response's own rounds.
 """
 
 import math
@@ -40,6 +45,8 @@ class RoundLog:
     """Seconds by stage, summed over the rounds; empty for replay."""
     decode_s: float | None = None
     """Seconds of all rounds together, prefill excluded; None for replay."""
+    batch_rounds: float | None = None
+    """Its rounds, each divided by the responses that shared it; None: no round was shared."""
 
     def __post_init__(self) -> None:
         assert self.cut is None or (self.cut in CUT_REASONS and self.num_accepted), (
@@ -51,6 +58,11 @@ class RoundLog:
     def new_tokens(self) -> int:
         """Tokens of the response: the first, the accepted ones, and one bonus token a round (none if cut)."""
         return 1 + sum(self.num_accepted) + len(self.num_accepted) - (self.cut is not None)
+
+    @property
+    def rounds_charged(self) -> float:
+        """Its share of the rounds that the engine made."""
+        return len(self.num_accepted) if self.batch_rounds is None else self.batch_rounds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -85,7 +97,9 @@ class Acceptance:
     position_rates: tuple[float, ...]
     """Share of rounds in which the draft token at position k = 1 … B - 1 was accepted."""
     ms_per_round: dict[str, float]
-    """Milliseconds by stage, and ``total``; empty for replay."""
+    """Milliseconds by stage, and ``total``, of a round of the whole batch; empty for replay."""
+    responses_per_round: float | None
+    """Responses that shared a round, on average; None without a round."""
     tokens_per_s: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +140,8 @@ def summarise(logs: Iterable[RoundLog], num_draft_tokens: int) -> Acceptance:
         acceptance_length_per_prompt=sum(lengths) / len(lengths) if lengths else None,
         acceptance_length_per_prompt_ci95=per_prompt_ci,
         position_rates=tuple(count / rounds for count in counts) if rounds else (0.0,) * num_draft_tokens,
-        ms_per_round=_ms_per_round(logs, rounds),
+        ms_per_round=_ms_per_round(logs),
+        responses_per_round=rounds / math.fsum(log.rounds_charged for log in logs) if rounds else None,
         tokens_per_s=_tokens_per_s(logs),
     )
 
@@ -169,7 +184,8 @@ def _percentiles(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _ms_per_round(logs: Sequence[RoundLog], rounds: int) -> dict[str, float]:
+def _ms_per_round(logs: Sequence[RoundLog]) -> dict[str, float]:
+    rounds = math.fsum(log.rounds_charged for log in logs)
     if not rounds or any(log.decode_s is None for log in logs):
         return {}
     stages: Counter[str] = Counter()

@@ -145,10 +145,11 @@ def single_block_mask(context_positions: Tensor, slot_positions: Tensor, *, caus
 
     Args:
         context_positions: (T,) positions of the context keys.
-        slot_positions: (B,) positions of the slots, the anchor's first.
+        slot_positions: (B,) positions of the slots, the anchor's first. Both may have leading dimensions alike, one block
+            for each of them.
     """
-    keys = torch.cat([context_positions, slot_positions])
-    distance = slot_positions[:, None] - keys[None, :]
+    keys = torch.cat([context_positions, slot_positions], dim=-1)
+    distance = slot_positions[..., :, None] - keys[..., None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
     if causal:
         seen &= distance >= 0

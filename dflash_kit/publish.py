@@ -189,7 +189,9 @@ def model_card(
 
 def _conditions(report: Mapping[str, Any]) -> str:
     run = report.get("run") or {}
-    return f"{run.get('mode', '')}, {run.get('hardware', '')}, {run.get('dtype', '')}.".strip(", .") + "."
+    batch_size = run.get("batch size", 1)
+    at_once = f", batches of {batch_size}" if batch_size != 1 else ""
+    return f"{run.get('mode', '')}, {run.get('hardware', '')}, {run.get('dtype', '')}{at_once}.".strip(", .") + "."
 
 
 def _result_row(result: Mapping[str, Any]) -> str:
