@@ -12,7 +12,7 @@ from .state import save_state
 from .validation import whole_drafter
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from .trainer import Trainer
 
 
 def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> None:
@@ -108,6 +108,7 @@ def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
             "replay_acceptance_length": counters.last_replay,
             "init_replay_acceptance_length": counters.first_replay or None,
             "skipped_steps": counters.skipped_steps,
+            "unreadable_rows": counters.unreadable_rows,
             "tokens": counters.tokens,
         },
     )
