@@ -122,7 +122,7 @@ def acceptance_text(found: dict[tuple[str, int], Acceptance]) -> str:
         for (name, budget), value in found.items()
         if value.acceptance_length_pooled is not None
     ]
-    rounds = max((value.rounds for value in found.values()), default=0)
+    rounds = next((value.rounds for (name, _), value in found.items() if name == "chain"), 0)
     return " · ".join(parts) + f"  ({rounds} chain rounds)"
 
 
