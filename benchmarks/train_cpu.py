@@ -29,9 +29,9 @@ from dflash_kit.target_ends import TargetEnds
 from train.anchors import draw_anchors
 from train.batches import PackedRow, weigh_slots
 from train.clipping import clipped_step
-from train.loop import noise_embeddings
 from train.losses import Objective, default_gamma, slot_cross_entropy
 from train.packing import PackedIndex
+from train.step import noise_embeddings
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB, TAPS = 576, 1536, 9, 3, 64, 49152, 5
 

@@ -44,7 +44,10 @@ class Publication:
         listed = [f"push         {name}  {size:,} bytes" for name, size in sizes]
         if self.left_out:
             listed.append(f"left out     {', '.join(self.left_out)}")
-        return [*listed, f"to           {self.repo_id} (private), {self.num_bytes:,} bytes in {len(sizes)} files"]
+        return [
+            *listed,
+            f"to           {self.repo_id} (private if it is new), {self.num_bytes:,} bytes in {len(sizes)} files",
+        ]
 
 
 def plan_publication(
@@ -106,7 +109,7 @@ def _is_hub_id(text: str) -> bool:
 
 
 def push(publication: Publication, *, endpoint: str | None = None) -> str:
-    """Create the private repository if need be and upload; an interrupted push is resumed by pushing again.
+    """Create the repository, private, if need be, and upload; an interrupted push is resumed by pushing again.
 
     Args:
         publication: from ``plan_publication``.
@@ -127,11 +130,33 @@ def push(publication: Publication, *, endpoint: str | None = None) -> str:
         api.create_repo(publication.repo_id, private=True, exist_ok=True)
         commit = api.create_commit(publication.repo_id, operations, commit_message="Upload a DFlash drafter")
     except Exception as error:  # the hub's client raises its HTTP library's errors, which differ by version
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise KitError(
-            f"pushing to {publication.repo_id} failed: {first}; log in with `hf auth login` or set HF_TOKEN"
+            f"pushing to {publication.repo_id} failed: {_trouble(error, publication, api.endpoint)}"
         ) from error
     return str(commit.commit_url)
+
+
+def _trouble(error: BaseException, publication: Publication, endpoint: str) -> str:
+    """What went wrong and what to do, in one line; nothing of the request is said, as it holds the token."""
+    answer = getattr(error, "response", None)
+    told = [line.strip() for line in str(getattr(error, "server_message", None) or error).splitlines() if line.strip()]
+    why = told[0] if told else type(error).__name__
+    if answer is None:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        broken = "no connection to" if kinds & {"TransportError", "ConnectionError"} else "the upload broke off at"
+        return (
+            f"{broken} the hub at {endpoint} ({why}); check the network and push again to go on: what was uploaded is not "
+            "sent twice, and the checkpoint is as it was"
+        )
+    status, organisation = answer.status_code, publication.repo_id.split("/")[0]
+    if status == 401:
+        return f"the hub does not know who you are (401: {why}); log in with `hf auth login` or set HF_TOKEN"
+    if status in (403, 404):
+        return (
+            f"the hub refuses ({status}: {why}), which mostly means no right to write there; take a token with write "
+            f"access to {organisation}, or another name"
+        )
+    return f"the hub answers {status} ({why}); push again to go on"
 
 
 def model_card(

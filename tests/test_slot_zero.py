@@ -11,7 +11,7 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.masks import BlockLayout
 from dflash_kit.shards import Row
 from dflash_kit.target_ends import TargetEnds
-from train.loop import noise_embeddings
+from train.step import noise_embeddings
 
 MASK = 49
 

@@ -14,7 +14,7 @@ from train_helpers import make_shards
 
 from helpers import HAS_GPU
 from train.clipping import can_fuse, clipped_step
-from train.loop import train_step
+from train.step import train_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,4 +1,4 @@
-"""Real DeepSpeed through `accelerate launch`: ZeRO 1 and 3 in two processes equal the plain run, and resume."""
+"""Real DeepSpeed through `accelerate launch`: ZeRO 1, 2 (offloading, too) and 3 in two processes equal the plain run."""
 
 from __future__ import annotations
 
@@ -90,12 +90,13 @@ def assert_equal_runs(out: Path, plain: Path) -> None:
 
 @requires_deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "more"), [(1, ""), (2, "\n  offload_optimizer_device: cpu"), (3, "")])
 def test_zero_in_two_processes_equals_the_plain_run(
-    shards_folder: Path, plain: Path, tmp_path: Path, stage: int
+    shards_folder: Path, plain: Path, tmp_path: Path, stage: int, more: str
 ) -> None:
     config, out = tmp_path / "accelerate.yaml", tmp_path / "out"
-    config.write_text((CONFIGS / "cpu_zero1.yaml").read_text().replace("zero_stage: 1", f"zero_stage: {stage}"))
+    text = (CONFIGS / "cpu_zero1.yaml").read_text()
+    config.write_text(text.replace("zero_stage: 1", f"zero_stage: {stage}{more}"))
     done = launch(config, 2, small_run(shards_folder, out, **CHANGES))
     assert done.returncode == 0, done.stderr[-3000:]
     assert (
@@ -160,6 +161,14 @@ def test_the_demos_launcher_config_runs_in_one_process(shards_folder: Path, plai
 def own(config: dict[str, Any]) -> dict[str, Any]:
     own_deepspeed_settings(config, num_micro_steps=4, world_size=2, clip=1.0)
     return config
+
+
+def test_an_offloaded_optimizer_is_ours_and_needs_no_compiler() -> None:
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert own(offload)["zero_force_ds_cpu_optimizer"] is False
+    assert own(offload | {"zero_force_ds_cpu_optimizer": True})["zero_force_ds_cpu_optimizer"] is True
+    none = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
+    assert "zero_force_ds_cpu_optimizer" not in own(none)
 
 
 def test_our_values_fill_what_the_deepspeed_configuration_leaves_open() -> None:

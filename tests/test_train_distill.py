@@ -21,9 +21,9 @@ from dflash_kit.shards import open_shards
 from dflash_kit.target_ends import TargetEnds
 from train.cli import main
 from train.distill import DISTILL_KINDS, slot_distillation
-from train.loop import noise_embeddings, train_step
 from train.packing import PackedIndex
 from train.settings import LossSettings
+from train.step import noise_embeddings, train_step
 
 M, D, V = 23, 16, 101
 

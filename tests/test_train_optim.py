@@ -19,11 +19,11 @@ from dflash_kit.replay import replay
 from dflash_kit.shards import open_shards
 from train.average import WeightAverage
 from train.cli import main
-from train.loop import train_step
 from train.optimizer import make_optimizer, require_possible
 from train.parallel import Parallel
 from train.settings import OptimSettings
 from train.state import RunFolder
+from train.step import train_step
 
 
 @pytest.fixture(scope="module")

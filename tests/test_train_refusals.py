@@ -18,6 +18,7 @@ from train_helpers import PowerCutError, cut_power, launched_environment, make_s
 from dflash_kit.checkpoint import write_checkpoint
 from helpers import REPO, run_command
 from train import loop
+from train import step as step_module
 from train.cli import main
 from train.state import RunFolder
 
@@ -96,8 +97,8 @@ def test_a_run_without_an_applied_step_is_not_finished(
     shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    real = loop.noise_embeddings
-    monkeypatch.setattr(loop, "noise_embeddings", lambda *args: real(*args) * float("nan"))
+    real = step_module.noise_embeddings
+    monkeypatch.setattr(step_module, "noise_embeddings", lambda *args: real(*args) * float("nan"))
     line = refusal(capsys, arguments(shards_folder, out, optim__max_steps=3))
     assert "none of the run's 3 steps was applied" in line and "lower optim.lr" in line
     assert not out.exists()

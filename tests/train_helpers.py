@@ -156,7 +156,7 @@ def assert_same_run(left: Path, right: Path, step: int) -> None:
 
 def lasting(out: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without what a clock decides."""
-    clocks = {"time_utc", "tokens_per_s", "s_per_step", "data_wait_share"}
+    clocks = {"time_utc", "tokens_per_s", "flop_per_s", "mfu", "s_per_step", "data_wait_share"}
     lines = RunFolder(out).metrics.read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]
 

@@ -12,11 +12,11 @@ from .counters import Counters
 from .estimate import state_bytes
 from .feed import Feed
 from .job import Job
-from .loop import Trainer
 from .optimizer import make_optimizer
 from .parallel import Parallel
 from .spool_feed import spool_feed
 from .state import RunFolder
+from .trainer import Trainer
 from .validation import Validation
 
 
@@ -80,6 +80,7 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     validation = None
     if eval_rows:
         validation = Validation(eval_shards, eval_rows, ends, config.replay.budgets, job.spec.eos_token_ids)
+        validation.skip_unreadable = config.data.skip_unreadable
     return Trainer(
         job=job,
         parallel=parallel,

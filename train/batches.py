@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dflash_kit.errors import KitError
 from dflash_kit.masks import BlockLayout
 from dflash_kit.shard_states import LAST_HIDDEN_DTYPE
 from dflash_kit.shards import Row, Shards
@@ -48,6 +49,8 @@ class PackedRow:
     last_hidden: Tensor | None = None
     """(T, D) output of the target's last layer before the final norm, zero where a token has no state; None where the
     loss does without."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Id and what is wrong, of each conversation that was left out because it cannot be read."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +140,8 @@ class RowPacker:
     """Keep each slot with the probability of its weight instead of weighing it."""
     with_last_hidden: bool = False
     """Read the target's last hidden states, too."""
+    skip_unreadable: bool = False
+    """Leave out conversations that cannot be read, and say so in the packed row."""
 
     def __call__(self, index: PackedIndex) -> PackedRow:
         """Read, lay out and weigh one packed row.
@@ -144,7 +149,7 @@ class RowPacker:
         Raises:
             KitError: a shard of it is unreadable or damaged.
         """
-        rows = [self.shards[self.row_indices[i]] for i in index.members]
+        rows, unreadable = self._read(index)
         token_ids, supervised, features, positions, documents, num_cut = self._lay_out(rows)
         if self.feature_noise:
             self._add_noise(features, index)
@@ -168,7 +173,22 @@ class RowPacker:
             weights=weights,
             num_cut_tokens=num_cut,
             last_hidden=self._lay_out_last_hidden(rows) if self.with_last_hidden else None,
+            unreadable=unreadable,
         )
+
+    def _read(self, index: PackedIndex) -> tuple[list[Row], tuple[tuple[str, str], ...]]:
+        """The conversations, and of those that are left out, id and what is wrong."""
+        rows, unreadable = [], []
+        for place in (self.row_indices[i] for i in index.members):
+            try:
+                rows.append(self.shards[place])
+            except KitError as error:
+                if not self.skip_unreadable:
+                    raise KitError(
+                        f"{error}; data.skip_unreadable true trains on without such conversations"
+                    ) from error
+                unreadable.append((self.shards.ids[place], str(error)))
+        return rows, tuple(unreadable)
 
     def _lay_out(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         header = self.shards.header

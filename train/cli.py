@@ -74,16 +74,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str]) -> int:
     from .assemble import assemble
-    from .estimate import plan_lines
+    from .estimate import Machine
     from .loop import resume, train
+    from .memory import is_out_of_memory, too_large
     from .optimizer import require_possible
+    from .plan import estimate_lines, plan_lines
+    from .rates import measure_rates
 
     require_possible(job.config.optim, parallel.zero_stage, fsdp=parallel.is_fsdp)
+    machine = Machine(
+        num_processes=parallel.world_size,
+        on_gpu=parallel.device.type == "cuda",
+        bf16=parallel.compute_dtype == torch.bfloat16,
+    )
+    lines = [*plan_lines(job, machine), f"running      {parallel.description}"]
+    if job.config.dry_run:
+        lines += estimate_lines(job, machine, measure_rates(parallel.device, parallel.compute_dtype))
     if parallel.is_main:
-        bf16 = parallel.compute_dtype == torch.bfloat16
-        for line in plan_lines(job, num_processes=parallel.world_size, bf16=bf16):
-            print(line)
-        print(f"running      {parallel.description}", flush=True)
+        print("\n".join(lines), flush=True)
     if job.config.dry_run:
         return 0
     try:
@@ -94,6 +102,10 @@ def _run(job: "Job", parallel: "Parallel", folder: "RunFolder", argv: list[str])
             return train(trainer, argv)
         finally:
             trainer.feed.close()
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise too_large(error, job, machine, parallel.zero_stage, folder) from error
+        raise
     finally:
         folder.release()
 

@@ -26,6 +26,8 @@ class Counters:
     """Real tokens of packed rows seen by all processes."""
     cut_tokens: int = 0
     """Tokens left out because their conversation was longer than a packed row."""
+    unreadable_rows: int = 0
+    """Conversations left out because they cannot be read, each time that a step was to have one."""
     best_step: int | None = None
     """Step of the checkpoint with the best replayed acceptance length."""
     best_acceptance_length: float | None = None

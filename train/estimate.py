@@ -1,7 +1,6 @@
-"""What a run will take, from shapes alone: parameters, tokens, steps, memory."""
+"""Bytes that a run will take, from shapes alone: memory of each process by part, and disk."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,122 +9,135 @@ from dflash_kit.drafter_config import DrafterConfig
 
 from .job import Job
 from .losses import CHUNK_BYTES
-from .packing import fill_ratio, num_micro_steps, pack_epoch
-from .settings import OptimSettings
 
 GIB = 2**30
+OFFLOAD_BUCKET = 500_000_000
+"""Gradients that DeepSpeed's ZeRO 2 holds on the device on their way to host memory (its ``reduce_bucket_size``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterBytes:
-    """Sizes that follow from the drafter's shape."""
+class Machine:
+    """What training would run on."""
 
-    parameters: int
-    """Number of trainable values."""
-
-    @property
-    def checkpoint(self) -> int:
-        """Bytes of a published drafter (bfloat16)."""
-        return 2 * self.parameters
+    num_processes: int
+    on_gpu: bool
+    bf16: bool
+    """Whether it computes in bfloat16, with float32 master weights."""
 
     @property
-    def state_on_disk(self) -> int:
-        """Bytes of a trainer state and its checkpoint: float32 weights, two moments, and bfloat16 weights."""
-        return 12 * self.parameters + self.checkpoint
-
-    def training(self, zero_stage: int, num_processes: int, *, bf16: bool) -> int:
-        """Bytes of weights, gradients and optimizer state in each process.
-
-        Plain mixed precision keeps float32 weights and gradients; DeepSpeed's keeps both in bfloat16 beside float32
-        master weights. ZeRO 1 shards the optimizer state, 2 gradients too, 3 weights too.
-        """
-        value = 2 if bf16 and zero_stage else 4
-        weights, gradients = value * self.parameters, value * self.parameters
-        optimizer = (12 if bf16 and zero_stage else 8) * self.parameters
-        shares = [1, 1, 1]
-        for i in range(min(zero_stage, 3)):
-            shares[i] = num_processes
-        return optimizer // shares[0] + gradients // shares[1] + weights // shares[2]
+    def value_bytes(self) -> int:
+        """Bytes of a value that is computed with."""
+        return 2 if self.bf16 else 4
 
 
-def drafter_shape_bytes(config: DrafterConfig) -> DrafterBytes:
-    """Count the parameters without allocating them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """One way of sharing out what training keeps."""
+
+    name: str
+    stage: int
+    """ZeRO stage; 0: each process keeps all."""
+    offloads: bool = False
+    """Whether the optimizer's state lies in host memory."""
+
+
+SHARDINGS = (
+    Sharding(name="no ZeRO, DDP", stage=0),
+    Sharding(name="ZeRO 1", stage=1),
+    Sharding(name="ZeRO 2", stage=2),
+    Sharding(name="ZeRO 3, FSDP2", stage=3),
+    Sharding(name="ZeRO 2 offload", stage=2, offloads=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBytes:
+    """Bytes of one process, by part."""
+
+    weights: int
+    """The drafter's weights, with the float32 master weights of mixed precision."""
+    gradients: int
+    moments: int
+    """The optimizer's two moments."""
+    activations: int
+    """What one packed row keeps for its backward pass, and a chunk of logits."""
+    ends: int
+    """The target's embedding and head."""
+    average: int
+    """The average of the weights, where one is kept."""
+    host: int = 0
+    """What lies in host memory instead of the device's."""
+
+    @property
+    def device(self) -> int:
+        """All of it but the host's."""
+        return self.weights + self.gradients + self.moments + self.activations + self.ends + self.average
+
+
+def memory_bytes(job: Job, sharding: Sharding, machine: Machine) -> MemoryBytes:
+    """Bytes of each process.
+
+    Plain mixed precision keeps float32 weights and gradients; DeepSpeed's keeps both in bfloat16 beside float32 master
+    weights. ZeRO 1 shares out the optimizer's state (master weights, moments), 2 gradients too, 3 weights too.
+    """
+    count, stage = num_parameters(job.drafter), sharding.stage
+    mixed = machine.bf16 and stage > 0
+    value, num_processes = 2 if mixed else 4, machine.num_processes
+    shares = [num_processes if stage >= least else 1 for least in (1, 2, 3)]
+    master, moments = (4 * count if mixed else 0) // shares[0], 8 * count // shares[0]
+    gradients, host = value * count // shares[1], 0
+    if sharding.offloads:
+        # Master weights, moments and float32 gradients of this process's share; on the device gradients pass through.
+        host = 16 * count // num_processes
+        master, moments, gradients = 0, 0, value * min(count, OFFLOAD_BUCKET)
+    return MemoryBytes(
+        weights=value * count // shares[2] + master,
+        gradients=gradients,
+        moments=moments,
+        activations=activation_bytes(job, machine),
+        ends=ends_bytes(job, machine),
+        average=average_bytes(job),
+        host=host,
+    )
+
+
+def num_parameters(config: DrafterConfig) -> int:
+    """Trainable values, counted without allocating them."""
     with torch.device("meta"):
         drafter = Drafter(config)
-    return DrafterBytes(parameters=sum(p.numel() for p in drafter.parameters()))
+    return sum(p.numel() for p in drafter.parameters())
+
+
+def ends_bytes(job: Job, machine: Machine) -> int:
+    """Bytes of the target's embedding and head; tied ones are one matrix."""
+    matrices = 1 if job.spec.tie_word_embeddings else 2
+    return matrices * job.spec.vocab_size * job.spec.hidden_size * machine.value_bytes
 
 
 def average_bytes(job: Job) -> int:
     """Bytes of the float32 average of the weights, 0 where none is kept; each process holds it whole."""
-    return 4 * drafter_shape_bytes(job.drafter).parameters if job.config.optim.ema_decay else 0
+    return 4 * num_parameters(job.drafter) if job.config.optim.ema_decay else 0
 
 
 def state_bytes(job: Job) -> int:
-    """Bytes on disk of one trainer state and its checkpoint."""
-    return drafter_shape_bytes(job.drafter).state_on_disk + average_bytes(job)
+    """Bytes on disk of one trainer state and its checkpoint: float32 weights, two moments, bfloat16 weights."""
+    return (12 + 2) * num_parameters(job.drafter) + average_bytes(job)
 
 
-def activation_bytes(job: Job, *, bf16: bool) -> int:
-    """Rough bytes of one packed row's activations: kept tensors of every layer, dense masks on CPUs, a logit chunk."""
+def activation_bytes(job: Job, machine: Machine) -> int:
+    """Rough bytes of what one packed row keeps for its backward pass, and of the chunk of logits that is at work.
+
+    On CPUs attention is torch's own: dense masks, which each layer turns into numbers, and keys and values once for each
+    query head.
+    """
     config, data = job.drafter, job.config.data
-    value = 2 if bf16 else 4
-    slots, tokens = data.anchors * config.block_size, data.seq_len
-    attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    per_slot = config.num_hidden_layers * (8 * config.hidden_size + attention + 4 * config.intermediate_size)
-    groups = 2 * config.num_key_value_heads * config.head_dim
-    per_token = config.num_taps * config.hidden_size + 3 * config.hidden_size + config.num_hidden_layers * groups
-    masks = 0 if bf16 else 2 * slots * (tokens + slots)
-    chunks = 2 * CHUNK_BYTES["cuda" if bf16 else "cpu"]
-    return value * (slots * (per_slot + 3 * config.hidden_size) + tokens * per_token) + masks + chunks
-
-
-def plan_lines(job: Job, *, num_processes: int, bf16: bool) -> list[str]:
-    """What ``--dry_run`` prints."""
-    data, config, drafter = job.config.data, job.config, job.drafter
-    lengths = [job.plan.lengths[i] for i in range(len(job.plan.lengths))]
-    packed = pack_epoch(lengths, data.seq_len, seed=config.seed, epoch=0)
-    sizes = drafter_shape_bytes(drafter)
-    micro = num_micro_steps(data.rows_per_step, num_processes)
-    ends = 2 if job.spec.tie_word_embeddings else 4
-    ends_bytes = ends // 2 * job.spec.vocab_size * job.spec.hidden_size * (2 if bf16 else 4)
-    kinds = [f"{kind.split('_')[0]}{' causal' if causal else ''}" for kind, causal in _layers(drafter)]
-    lines = [
-        f"target       {job.spec.name} ({job.spec.num_layers} layers, hidden {job.spec.hidden_size}, "
-        f"vocabulary {job.spec.vocab_size})",
-        f"taps         layers {list(drafter.target_layer_ids)}",
-        f"drafter      {sizes.parameters:,} parameters; layers: {', '.join(kinds)}; block {drafter.block_size}; "
-        f"mask token {drafter.mask_token_id}",
-        f"rows         {len(job.train_rows):,} to train on, {len(job.eval_rows):,} to replay, {sum(lengths):,} tokens",
-        f"packing      {len(packed):,} rows of {data.seq_len} tokens an epoch, "
-        f"{fill_ratio(lengths, packed, data.seq_len):.1%} filled, up to {data.anchors} blocks each",
-        f"steps        {job.max_steps:,} of {data.rows_per_step} packed rows "
-        f"({num_processes} processes x {micro} micro-steps)",
-        f"loss         {config.loss.kind}, gamma {job.gamma:g}; {_optimizer_words(config.optim)}",
-    ]
-    if job.spool is not None:
-        lines[3:6] = job.spool.lines(data.rows_per_step, num_processes, micro)
-    if job.origin is not None:
-        lines.insert(2, f"start        {job.origin.name} (weights sha256 {job.origin.weights_sha256[:16]}…)")
-    if job.num_long_rows:
-        lines.append(f"cut          {job.num_long_rows:,} conversations are longer than {data.seq_len} tokens")
-    fixed = ends_bytes + activation_bytes(job, bf16=bf16) + average_bytes(job)
-    for stage in (0, 1, 2, 3):
-        total = sizes.training(stage, num_processes, bf16=bf16) + fixed
-        lines.append(
-            f"memory       {'no ZeRO' if stage == 0 else f'ZeRO {stage} '}: about {total / GIB:.2f} GiB a process"
-        )
-    lines.append(f"disk         {state_bytes(job) * (config.keep_last + 1) / GIB:.2f} GiB for trainer state")
-    return lines
-
-
-def _optimizer_words(optim: OptimSettings) -> str:
-    words = [f"AdamW {optim.lr:g}", f"{optim.schedule} schedule", f"clip {optim.clip:g}"]
-    if optim.kind == "muon":
-        words.insert(0, f"Muon {optim.muon_peak:g}")
-    if optim.ema_decay:
-        words.append(f"average of weights {optim.ema_decay:g}")
-    return ", ".join(words)
-
-
-def _layers(config: DrafterConfig) -> Any:
-    return zip(config.layer_types, config.layer_causal, strict=True)
+    slots, tokens, layers = data.anchors * config.block_size, data.seq_len, config.num_hidden_layers
+    width, key_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    per_slot = layers * (8 * config.hidden_size + 2 * width + 2 * key_width + 4 * config.intermediate_size)
+    per_token = (config.num_taps + 3) * config.hidden_size + layers * 2 * key_width
+    kept = machine.value_bytes * (slots * (per_slot + 3 * config.hidden_size) + tokens * per_token)
+    if machine.on_gpu:
+        return kept + 2 * CHUNK_BYTES["cuda"]
+    pairs, kinds = slots * (tokens + slots), len(set(zip(config.layer_types, config.layer_causal, strict=True)))
+    dense = pairs * (kinds + 4 * layers) + 4 * layers * 2 * width * (tokens + slots)
+    return kept + dense + 2 * CHUNK_BYTES["cpu"]

@@ -12,6 +12,7 @@ from dflash_kit.shards import Shards, ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec, choose_mask_token_id, load_tokenizer
 
 from .batches import RowPacker, packed_length
+from .flops import FlopCounter
 from .losses import Objective
 from .origin import Origin, find_origin, require_fit, require_settings
 from .packing import PackingPlan
@@ -78,11 +79,18 @@ class Job:
             feature_noise=data.feature_noise,
             sample_slots=self.config.loss.sample_slots,
             with_last_hidden=self.objective.needs_target,
+            skip_unreadable=data.skip_unreadable,
         )
+
+    @property
+    def flop_counter(self) -> FlopCounter:
+        """Counts the operations of packed rows."""
+        return FlopCounter(drafter=self.drafter, vocab_size=self.spec.vocab_size, distils=self.objective.needs_target)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must share with the one that began."""
         settings = {k: v for k, v in asdict(self.config).items() if k not in FREE_TO_CHANGE}
+        settings["data"].pop("skip_unreadable")  # a run that a damaged shard has stopped may go on without it
         header = self.shards.header.to_dict()
         header.pop("target_name")
         if self.spool is not None:

@@ -7,59 +7,25 @@ the sums that are exchanged anyway, so that they always stop together.
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from math import isfinite
 
 import torch
-from torch import nn
 
-from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
-from dflash_kit.target_ends import TargetEnds
 
-from .average import WeightAverage
+from .bad_steps import note_bad_step, require_applied
 from .batches import PackedRow
-from .clipping import can_fuse, clipped_step
 from .counters import Counters
-from .distill import slot_distillation
-from .feed import Feed
 from .job import Job
-from .losses import Objective, slot_cross_entropy
-from .optimizer import set_rate
 from .outcome import finish, record_replay, save
-from .parallel import Parallel
 from .progress import Meter, Reporter, step_line
+from .rates import matrix_rate
 from .schedule import Horizon, learning_rate
-from .sharding import gathered
-from .state import RunFolder, load_state
+from .state import load_state
+from .step import train_step
 from .stopping import StopRequest
-from .sums import StepResult, StepSums
+from .sums import StepResult
 from .tracking import Tracker
-from .validation import Validation
-
-
-@dataclass(kw_only=True, slots=True)
-class Trainer:
-    """The moving parts of a run."""
-
-    job: Job
-    parallel: Parallel
-    ends: TargetEnds
-    drafter: Drafter
-    """The bare drafter; ``model`` is what accelerate made of it."""
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
-    """What replay and checkpoints use instead of the weights, where it is kept."""
-    feed: Feed
-    validation: Validation | None
-    folder: RunFolder
-    counters: Counters
-
-    @property
-    def flex(self) -> bool:
-        """FlexAttention on GPUs; on CPUs it has no backward pass."""
-        return self.parallel.device.type == "cuda"
+from .trainer import Trainer
 
 
 def train(trainer: Trainer, argv: list[str] | None) -> int:
@@ -76,7 +42,9 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
     reporter = Reporter(
         trainer.folder.metrics, active=parallel.is_main, max_steps=job.max_steps or None, tracker=tracker
     )
-    meter = Meter(job.drafter.num_draft_tokens)
+    # Only the main process prints; a rate that all measured at once on shared cores would be none.
+    peak = matrix_rate(parallel.device, parallel.compute_dtype) * parallel.world_size if parallel.is_main else None
+    meter = Meter(job.drafter.num_draft_tokens, peak)
     if counters.step:
         reporter.say(f"resumed at step {counters.step}" + (f" of {job.max_steps}" if job.spool is None else ""))
     with reporter, StopRequest() as stop:
@@ -94,6 +62,7 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             lr = rate_at(job, feed.horizon(counters.step))
             result = train_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
             _count(counters, result)
+            reporter.say_unreadable(result.unreadable, counters.unreadable_rows)
             if result.applied and trainer.average is not None:
                 trainer.average.update(trainer.drafter, counters.step - counters.skipped_steps)
             _measure(meter, result)
@@ -102,9 +71,10 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             last = feed.is_last(counters.step)
             if last or counters.step % config.log_every_steps == 0:
                 _log(trainer, reporter, meter, lr, result)
-            _give_up_when_hopeless(trainer, rows)
+            if not result.applied:
+                note_bad_step(trainer, rows, result)
             if last:
-                _require_applied(counters)
+                require_applied(counters)
             every = config.replay.every_steps
             with meter.paused():
                 if last or (every and counters.step % every == 0):
@@ -115,86 +85,12 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
             if result.stop_asked and not last:
                 reporter.say(f"stopped at step {counters.step} as asked; the same command goes on from there")
                 return 0
-        _require_applied(counters)
+        require_applied(counters)
         if job.spool is not None:
             with meter.paused():
                 _close(trainer, reporter, argv)
         finish(trainer, reporter, argv)
     return 0
-
-
-def train_step(
-    trainer: Trainer, rows: list[PackedRow], lr: float, *, error: KitError | None = None, stop_asked: bool = False
-) -> StepResult:
-    """One optimizer step over the packed rows of all processes, normalised by their global weight.
-
-    Args:
-        trainer: the run.
-        rows: this process's packed rows, one per micro-step.
-        lr: learning rate of the step.
-        error: what went wrong when they were read.
-        stop_asked: whether this process was asked to stop.
-
-    Raises:
-        KitError: ``error``, here or in another process.
-    """
-    parallel, objective = trainer.parallel, trainer.job.objective
-    local_weight = sum(float(objective.denominator(row.weights)) for row in rows)
-    weight_sum, num_errors, stops = parallel.sum([local_weight, float(error is not None), float(stop_asked)])
-    if error is not None:
-        raise error
-    if num_errors:
-        raise KitError("another process could not read its rows; see its message")
-    set_rate(trainer.optimizer, lr)
-    sums = StepSums(trainer.job.drafter.num_draft_tokens)
-    grad_norm, applied = None, False
-    if weight_sum > 0:
-        # Backends average over processes and accelerate over micro-steps; the weighted sum is wanted.
-        scale = parallel.world_size * parallel.num_micro_steps / weight_sum
-        for i, row in enumerate(rows):
-            with parallel.accumulate(trainer.model, last=i == len(rows) - 1):
-                numerator = forward_loss(trainer, row, sums)
-                parallel.accelerator.backward(numerator * scale)
-        grad_norm, applied = _apply(trainer)
-    sums.tokens = sum(row.num_tokens for row in rows)
-    sums.cut_tokens = sum(row.num_cut_tokens for row in rows)
-    return sums.result(parallel, weight_sum, grad_norm=grad_norm, applied=applied, stop_asked=stops > 0)
-
-
-def forward_loss(trainer: Trainer, row: PackedRow, sums: StepSums) -> torch.Tensor:
-    """Weighted sum of one packed row's slot losses."""
-    job, ends = trainer.job, trainer.ends
-    row = row.to(trainer.parallel.device, ends.head.dtype)
-    layout = row.layout
-    hidden = trainer.model(
-        noise_embeddings(row, ends, job.drafter.mask_token_id),
-        row.features[None],
-        torch.cat([layout.positions, layout.slot_positions])[None],
-        trainer.drafter.layer_masks(layout, flex=trainer.flex),
-    )
-    losses, correct = slot_losses(hidden[0, row.slots], ends, row, job.objective)
-    numerator = job.objective.numerator(losses, row.weights, row.slots, layout.block_size)
-    sums.add(numerator.detach(), correct, row.depths)
-    return numerator
-
-
-def slot_losses(
-    hidden: torch.Tensor, ends: TargetEnds, row: PackedRow, objective: Objective
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss (M,) float32 and hit (M,) of each weighted slot, from the drafter's hidden states (M, D)."""
-    if not objective.needs_target:
-        return slot_cross_entropy(hidden, ends, row.labels)
-    assert row.last_hidden is not None
-    states = row.last_hidden[row.label_places - 1]
-    return slot_distillation(hidden, states, ends, row.labels, kind=objective.kind, share=objective.distill_weight)
-
-
-def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> torch.Tensor:
-    """(1, N * B, D): the anchor's embedding in slot 0 of each block, the mask's in the others."""
-    anchors = row.layout.anchors
-    ids = torch.full((len(anchors), row.layout.block_size), mask_token_id, device=anchors.device)
-    ids[:, 0] = row.token_ids[anchors]
-    return ends.embed(ids.flatten())[None]
 
 
 def rate_at(job: Job, horizon: Horizon) -> float:
@@ -259,23 +155,6 @@ def _close(trainer: Trainer, reporter: Reporter, argv: list[str] | None) -> None
     trainer.feed.release(step)
 
 
-def _apply(trainer: Trainer) -> tuple[float, bool]:
-    """Clip and step unless the gradient is not finite; its norm is the same in every process."""
-    parallel, optimizer, clip = trainer.parallel, trainer.optimizer, trainer.job.config.optim.clip
-    parameters = list(trainer.model.parameters())
-    if parallel.holds_whole_weights and can_fuse(optimizer):
-        norm = float(clipped_step(optimizer, parameters, clip))
-        optimizer.zero_grad(set_to_none=True)
-        return norm, isfinite(norm)
-    norm = float(gathered(parallel.accelerator.clip_grad_norm_(parameters, clip)))
-    if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
-        return norm, not optimizer.step_was_skipped
-    if isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm, isfinite(norm)
-
-
 def _take(future: Future[list[PackedRow]]) -> tuple[list[PackedRow], KitError | None]:
     try:
         return future.result(), None
@@ -287,6 +166,7 @@ def _count(counters: Counters, result: StepResult) -> None:
     counters.step += 1
     counters.tokens += result.tokens
     counters.cut_tokens += result.cut_tokens
+    counters.unreadable_rows += len(result.unreadable)
     counters.skipped_steps += not result.applied
     counters.bad_in_a_row = 0 if result.applied else counters.bad_in_a_row + 1
 
@@ -294,6 +174,7 @@ def _count(counters: Counters, result: StepResult) -> None:
 def _measure(meter: Meter, result: StepResult) -> None:
     meter.steps += 1
     meter.tokens += result.tokens
+    meter.flops += result.flops
     if result.applied:
         meter.loss_sum += result.loss_sum
         meter.weight_sum += result.weight_sum
@@ -308,6 +189,7 @@ def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: 
         "lr": lr,
         "grad_norm": result.grad_norm,
         "skipped_steps": trainer.counters.skipped_steps,
+        "unreadable_rows": trainer.counters.unreadable_rows,
         "peak_gib": peak_gib,
     }
     horizon = trainer.feed.horizon(trainer.counters.step)
@@ -315,27 +197,3 @@ def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: 
     reporter.say(step_line(values, trainer.job.max_steps if is_exact else f"~{horizon.steps or '?'}"))
     reporter.record("train", trainer.counters.step, values)
     meter.reset()
-
-
-def _give_up_when_hopeless(trainer: Trainer, rows: list[PackedRow]) -> None:
-    """Stop after too many bad steps in a row; the counters are equal in every process."""
-    counters, limit = trainer.counters, trainer.job.config.optim.max_bad_steps
-    if counters.bad_in_a_row < limit:
-        return
-    ids = [row_id for row in rows for row_id in row.ids]
-    everyone = [row_id for part in trainer.parallel.gather(ids) for row_id in part]
-    raise KitError(
-        f"{limit} steps in a row (up to step {counters.step}) had a non-finite loss or gradient, or no supervised "
-        f"token; the last one had rows {', '.join(everyone[:8])}; lower optim.lr or look at these rows "
-        f"(the last saved state in {trainer.folder.state} is intact)"
-    )
-
-
-def _require_applied(counters: Counters) -> None:
-    """Refuse to call a drafter trained that no step has changed; the counters are equal in every process."""
-    if counters.skipped_steps == counters.step:
-        raise KitError(
-            f"none of the run's {counters.step} steps was applied: each had a non-finite loss or gradient, or no "
-            "supervised token, so there is no drafter to finish; look for NaN in the shards' hidden states, or lower "
-            "optim.lr, and choose another --out"
-        )

@@ -8,11 +8,12 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.provenance import collect_provenance
 
 from .progress import Reporter, method_label, replay_line
+from .report import PICTURE_NAME, write_report
 from .state import save_state
 from .validation import whole_drafter
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from .trainer import Trainer
 
 
 def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> None:
@@ -72,6 +73,8 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
         provenance = {**_provenance(trainer, argv), "metrics": metrics}
         Drafter.from_pretrained(kept).save_pretrained(folder.out, provenance=provenance)
 
+    # The report first: with the drafter in its place the run counts as finished, and is never gone through again.
+    report = trainer.parallel.on_main(lambda: write_report(folder))
     trainer.parallel.on_main(write)
     quality = ""
     if counters.best_acceptance_length is not None:
@@ -80,6 +83,7 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
     if trainer.job.origin is not None and before is not None:
         quality += f"; {trainer.job.origin.name}, which it started from, had {before:.3f}"
     reporter.say(f"finished: {folder.out} holds the drafter of step {step}{quality}")
+    reporter.say(f"report: {report} and {PICTURE_NAME} beside it")
 
 
 def _write_drafter(trainer: "Trainer", drafter: Drafter, argv: list[str] | None) -> None:
@@ -108,6 +112,7 @@ def _provenance(trainer: "Trainer", argv: list[str] | None) -> dict[str, Any]:
             "replay_acceptance_length": counters.last_replay,
             "init_replay_acceptance_length": counters.first_replay or None,
             "skipped_steps": counters.skipped_steps,
+            "unreadable_rows": counters.unreadable_rows,
             "tokens": counters.tokens,
         },
     )

@@ -271,6 +271,10 @@ def own_deepspeed_settings(config: dict[str, Any], *, num_micro_steps: int, worl
                 'write "auto" there'
             )
         config[name] = value
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        # DeepSpeed's own AdamW for host memory is compiled at the first start; torch's fused one runs there as it is.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _require_deepspeed() -> None:

@@ -43,6 +43,8 @@ class Reporter:
             disable=not (active and self.console.is_terminal),
         )
         self._task = self._bar.add_task("train", total=max_steps, note="")
+        self._speed = self._quality = ""
+        self._unreadable: set[str] = set()
 
     def __enter__(self) -> "Reporter":
         self._bar.start()
@@ -57,11 +59,24 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def advance(self, step: int, loss: float, max_steps: int | None) -> None:
-        """Move the bar."""
-        self._bar.update(self._task, completed=step, total=max_steps, note=f"loss {loss:.3f}")
+        """Move the bar; behind it stand the loss, the speed of the last interval and the last replay."""
+        note = "  ".join(filter(None, (f"loss {loss:.3f}", self._speed, self._quality)))
+        self._bar.update(self._task, completed=step, total=max_steps, note=note)
+
+    def say_unreadable(self, found: Sequence[tuple[str, str]], num_so_far: int) -> None:
+        """Name conversations that were left out, those with the same trouble once."""
+        for row_id, trouble in found:
+            kind = trouble.replace(row_id, "")
+            if kind not in self._unreadable:
+                self._unreadable.add(kind)
+                self.say(f"left out: {trouble} ({num_so_far} conversations left out so far)")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl, and tell the tracker."""
+        """Append one line to metrics.jsonl, and tell the tracker and the bar."""
+        if kind == "train":
+            self._speed = f"{speed_words(values)}  wait {values['data_wait_share']:.1%}"
+        else:
+            self._quality = _lengths_words(values["methods"])
         if self._metrics is not None:
             line = {"kind": kind, "step": step, "time_utc": _utc(), **values}
             with self._metrics.open("a") as file:
@@ -75,14 +90,24 @@ def step_line(values: dict[str, Any], max_steps: int | str) -> str:
     norm = values["grad_norm"]
     line = (
         f"step {values['step']}/{max_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
-        f"grad {'-' if norm is None else f'{norm:.2f}'}  {values['tokens_per_s']:,.0f} tok/s  "
+        f"grad {'-' if norm is None else f'{norm:.2f}'}  {speed_words(values)}  "
         f"data-wait {values['data_wait_share']:.1%}  slots {rates}"
     )
     if values["skipped_steps"]:
         line += f"  skipped {values['skipped_steps']}"
+    if values["unreadable_rows"]:
+        line += f"  unreadable {values['unreadable_rows']}"
     if values.get("peak_gib") is not None:
         line += f"  peak {values['peak_gib']:.1f} GiB"
     return line
+
+
+def speed_words(values: dict[str, Any]) -> str:
+    """Tokens a second, and the share of the measured matrix rate that the step's arithmetic reaches."""
+    rate = values["flop_per_s"]
+    unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+    share = "–" if values["mfu"] is None else f"{values['mfu']:.0%}"
+    return f"{values['tokens_per_s']:,.0f} tok/s  MFU {share} ({rate / size:,.1f} {unit})"
 
 
 def replay_line(step: int, found: dict[tuple[str, int], Acceptance], *, best: bool) -> str:
@@ -97,8 +122,14 @@ def acceptance_text(found: dict[tuple[str, int], Acceptance]) -> str:
         for (name, budget), value in found.items()
         if value.acceptance_length_pooled is not None
     ]
-    rounds = max((value.rounds for value in found.values()), default=0)
+    rounds = next((value.rounds for (name, _), value in found.items() if name == "chain"), 0)
     return " · ".join(parts) + f"  ({rounds} chain rounds)"
+
+
+def _lengths_words(methods: dict[str, dict[str, Any]]) -> str:
+    """Replayed acceptance lengths, short enough for the bar."""
+    lengths = {name: found["acceptance_length_pooled"] for name, found in methods.items()}
+    return " ".join(f"{name} τ {length:.2f}" for name, length in lengths.items() if length is not None)
 
 
 def method_label(name: str, budget: int) -> str:
@@ -111,10 +142,11 @@ class Meter:
 
     Args:
         num_slots: B - 1.
+        peak_flop_per_s: what matrix products reach on all processes' devices together; None: not wanted here.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int, peak_flop_per_s: float | None = None) -> None:
+        self._num_slots, self._peak_flop_per_s = num_slots, peak_flop_per_s
         self._wait_line_s: float | None = None
         self._paused_s = 0.0
         self.reset()
@@ -123,7 +155,7 @@ class Meter:
         """Begin a new interval."""
         self.t0 = time.perf_counter()
         self._paused_s = 0.0
-        self.loss_sum = self.weight_sum = self.data_wait_s = 0.0
+        self.loss_sum = self.weight_sum = self.data_wait_s = self.flops = 0.0
         self.tokens = self.steps = 0
         self.correct = [0.0] * self._num_slots
         self.counted = [0.0] * self._num_slots
@@ -154,6 +186,8 @@ class Meter:
         return {
             "loss": self.loss_sum / self.weight_sum if self.weight_sum else float("nan"),
             "tokens_per_s": self.tokens / passed_s,
+            "flop_per_s": self.flops / passed_s,
+            "mfu": self.flops / passed_s / self._peak_flop_per_s if self._peak_flop_per_s else None,
             "s_per_step": passed_s / max(self.steps, 1),
             "data_wait_share": self.data_wait_s / passed_s,
             "slot_accuracy": [c / n if n else None for c, n in zip(self.correct, self.counted, strict=True)],

@@ -74,6 +74,8 @@ class DataSettings:
     """Standard deviation of noise on the taps, as a share of each tap's root mean square."""
     prefetch: int = 2
     """Optimizer steps whose rows are read ahead."""
+    skip_unreadable: bool = False
+    """Train on without conversations whose shard is damaged or missing; they are named and counted. false: stop there."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "anchors", "rows_per_step", "prefetch"):

@@ -6,6 +6,8 @@
         run.json             what must not change between runs (the fingerprint)
         train.yaml           the resolved configuration
         metrics.jsonl        one line per logged step and replay
+        bad-steps.jsonl      the rows of each step that was skipped
+        report.html, .png    curves of the run, written at its end
         step-00000400/       trainer state: weights, their average, optimizer, random state, counters
         checkpoints/step-…/  drafters in the published layout
 
@@ -65,6 +67,7 @@ class RunFolder:
         self.state = self.out.with_name(self.out.name + ".state")
         self.checkpoints = self.state / "checkpoints"
         self.metrics = self.state / "metrics.jsonl"
+        self.bad_steps = self.state / "bad-steps.jsonl"
         self._record = self.state / "run.json"
         self._lock = RunLock(self.state)
 
@@ -167,14 +170,9 @@ class RunFolder:
         Raises:
             KitError: the file is damaged.
         """
-        if not self.metrics.exists():
-            return
-        with whole(self.metrics, "only what was logged is in it: move it away to go on without its lines"):
-            lines = [line for line in self.metrics.read_text().split("\n")[:-1] if line]
-            kept = [line for line in lines if as_object(json.loads(line))["step"] <= step]
-        partial = self.metrics.with_suffix(".incomplete")
-        partial.write_text("".join(line + "\n" for line in kept))
-        os.replace(partial, self.metrics)
+        for file in (self.metrics, self.bad_steps):
+            if file.exists():
+                _cut_lines(file, step)
 
 
 def save_state(
@@ -246,6 +244,15 @@ def load_state(
         with whole(place / AVERAGE_NAME, remedy):
             average.load(place / AVERAGE_NAME)
     return counters
+
+
+def _cut_lines(file: Path, step: int) -> None:
+    with whole(file, "only what was logged is in it: move it away to go on without its lines"):
+        lines = [line for line in file.read_text().split("\n")[:-1] if line]
+        kept = [line for line in lines if as_object(json.loads(line))["step"] <= step]
+    partial = file.with_suffix(".incomplete")
+    partial.write_text("".join(line + "\n" for line in kept))
+    os.replace(partial, file)
 
 
 def _is_sharded(parallel: Parallel) -> bool:

@@ -19,11 +19,15 @@ class StepResult:
     """Trials of slots 1 … B - 1."""
     tokens: int
     cut_tokens: int
+    flops: float
+    """Floating-point operations that the step's arithmetic needs."""
     grad_norm: float | None
     """None where the step had nothing to learn from."""
     applied: bool
     """False where the step was skipped: a non-finite loss or gradient, or no supervised token."""
     stop_asked: bool
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Id and what is wrong, of each conversation that was left out because it cannot be read."""
 
 
 class StepSums:
@@ -39,6 +43,7 @@ class StepSums:
         self.correct: list[torch.Tensor] = []
         self.counted: list[torch.Tensor] = []
         self.tokens = self.cut_tokens = 0
+        self.flops = 0.0
 
     def add(self, numerator: torch.Tensor, correct: torch.Tensor, depths: torch.Tensor) -> None:
         """Take in one packed row.
@@ -53,7 +58,14 @@ class StepSums:
         self.counted.append(torch.bincount(depths, minlength=self.num_slots + 1)[1:].double())
 
     def result(
-        self, parallel: Parallel, weight_sum: float, *, grad_norm: float | None, applied: bool, stop_asked: bool
+        self,
+        parallel: Parallel,
+        weight_sum: float,
+        *,
+        grad_norm: float | None,
+        applied: bool,
+        stop_asked: bool,
+        unreadable: tuple[tuple[str, str], ...] = (),
     ) -> StepResult:
         """Exchange the sums; all processes call it."""
         n = self.num_slots
@@ -61,15 +73,17 @@ class StepSums:
         if self.losses:
             loss = torch.stack(self.losses).sum()[None]
             mine = torch.cat([loss, torch.stack(self.correct).sum(0), torch.stack(self.counted).sum(0)]).tolist()
-        total = parallel.sum([*mine, float(self.tokens), float(self.cut_tokens)])
+        total = parallel.sum([*mine, float(self.tokens), float(self.cut_tokens), self.flops])
         return StepResult(
             loss_sum=total[0],
             weight_sum=weight_sum,
             correct=total[1 : n + 1],
             counted=total[n + 1 : 2 * n + 1],
-            tokens=int(total[-2]),
-            cut_tokens=int(total[-1]),
+            tokens=int(total[-3]),
+            cut_tokens=int(total[-2]),
+            flops=total[-1],
             grad_norm=grad_norm,
             applied=applied,
             stop_asked=stop_asked,
+            unreadable=unreadable,
         )

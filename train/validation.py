@@ -7,6 +7,7 @@ import torch
 
 from dflash_kit.acceptance import Acceptance, RoundLog, summarise
 from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError
 from dflash_kit.replay import Method, methods, replay_row
 from dflash_kit.shards import Shards
 from dflash_kit.target_ends import TargetEnds
@@ -56,6 +57,8 @@ class Validation:
     ) -> None:
         self.shards, self.rows, self.ends = shards, list(rows), ends
         self.budgets, self.eos_token_ids = sorted(set(budgets)), tuple(eos_token_ids)
+        self.skip_unreadable = False
+        """Leave out rows that cannot be read."""
 
     def measure(self, drafter: Drafter, parallel: Parallel) -> dict[Method, Acceptance]:
         """Acceptance by method; the rows are shared out over the processes, which all get the result.
@@ -63,13 +66,25 @@ class Validation:
         Args:
             drafter: a copy with whole weights, in the dtype and on the device of ``ends``.
             parallel: the processes.
+
+        Raises:
+            KitError: a row cannot be read, here or in another process, which would wait for this one otherwise.
         """
         logs: dict[Method, list[RoundLog]] = {method: [] for method in methods(drafter.config, self.budgets)}
+        error = ""
         for index in self.rows[parallel.rank :: parallel.world_size]:
-            found = replay_row(drafter, self.ends, self.shards[index], self.budgets, eos_token_ids=self.eos_token_ids)
+            try:
+                row = self.shards[index]
+            except KitError as found_error:
+                error = error if self.skip_unreadable else f"{found_error} (a row that is held out for replay)"
+                continue
+            found = replay_row(drafter, self.ends, row, self.budgets, eos_token_ids=self.eos_token_ids)
             for method, responses in found.items():
                 logs[method].extend(responses)
-        everyone = parallel.gather(logs)
+        gathered = parallel.gather((logs, error))
+        everyone = [part for part, _ in gathered]
+        if any(text for _, text in gathered):
+            raise KitError(next(text for _, text in gathered if text))
         num_draft_tokens = drafter.config.num_draft_tokens
         return {
             method: summarise([log for part in everyone for log in part[method]], num_draft_tokens) for method in logs
