@@ -18,6 +18,8 @@ from .target_masks import attention_kinds
 class Inputs:
     """A checkpoint and its target, checked against each other; no weights are read yet."""
 
+    checkpoint: str
+    """What reports call the checkpoint."""
     target: str
     """Folder or hub id."""
     spec: TargetSpec
@@ -28,8 +30,12 @@ class Inputs:
     """What does not stop an evaluation but explains bad acceptance."""
 
 
-def read_inputs(config: EvalConfig) -> Inputs:
+def read_inputs(config: EvalConfig, shown: str | None = None) -> Inputs:
     """Find the target and check that the checkpoint fits it.
+
+    Args:
+        config: its checkpoint is a folder.
+        shown: what reports call the checkpoint; None: by its folder.
 
     Raises:
         KitError: no target is known, or shape, taps, vocabulary or tokenizer differ (both values are named).
@@ -43,6 +49,7 @@ def read_inputs(config: EvalConfig) -> Inputs:
     header = provenance.get("shards_header") or {}
     _require_fit(config.ckpt, target, drafter_config, spec, header)
     return Inputs(
+        checkpoint=config.ckpt if shown is None else shown,
         target=target,
         spec=spec,
         drafter_config=drafter_config,

@@ -206,6 +206,19 @@ class ResultStore:
             self._keep(result)
 
 
+def read_results(folder: Path) -> list[PromptResult]:
+    """Results of an evaluation that has ended, whatever its settings.
+
+    Raises:
+        KitError: there is no such file, or it is none of results.
+    """
+    file = folder / RESULTS_NAME
+    try:
+        return _parse(file.read_bytes())[1]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise KitError(f"{file} cannot be read ({str(error) or type(error).__name__}); evaluate again") from error
+
+
 def _parse(content: bytes) -> tuple[dict[str, Any] | None, list[PromptResult]]:
     """Settings (None: there is no line yet) and results of complete lines; raises what malformed ones make it raise."""
     records = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]
