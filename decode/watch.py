@@ -55,6 +55,7 @@ def watch_run(config: EvalConfig, run: Run) -> int:
         return 0
     with ExitStack() as stack:
         stack.enter_context(closing(_lock(out)))
+        record.begin()
         stack.enter_context(keeping())
         stack.enter_context(sigterm_interrupts())
         poll_s = config.watch_poll_s or DEFAULT_POLL_S
@@ -179,13 +180,14 @@ class Record:
             known = {name: there[name] for name in self._values}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KitError(f"{self._file} is no record of a watch ({error}); name a new folder with --out") from error
-        assert len(steps) == len(set(steps))
         for name in ("watched", "run"):
             if None not in (known[name], self._values[name]) and known[name] != self._values[name]:
                 raise KitError(
                     f"report folder {self.out} belongs to another run ({name} is {known[name]} there and "
                     f"{self._values[name]} now); name a new folder with --out"
                 )
+        if not steps:  # nothing has been evaluated yet
+            return
         for name in sorted(known["settings"] | self._values["settings"]):
             before, now = known["settings"].get(name), self._values["settings"].get(name)
             if before != now:
@@ -194,6 +196,11 @@ class Record:
                     "name a new folder with --out"
                 )
         self._values = known | {"run": self._values["run"] or known["run"]}
+
+    def begin(self) -> None:
+        """Make the folder one of this watch, before anything else is written there."""
+        if not self._file.exists() or not self._values["checkpoints"]:
+            self._write()
 
     def steps(self) -> set[int]:
         """Steps that were evaluated; those that failed are tried again while their checkpoint is there."""
