@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_kit.acceptance import AR
-from dflash_kit.benchmark_prompts import BenchmarkPrompt, load_benchmark
+from dflash_kit.benchmark_prompts import BenchmarkPrompt, benchmark_label, load_benchmark
 from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
@@ -129,7 +129,7 @@ def _decode(
     config: EvalConfig, inputs: Inputs, store: ResultStore, methods: list[tuple[str, int]], device: str, dtype: str
 ) -> Results:
     """Live decoding; None after a dry run."""
-    benchmarks = {name: load_benchmark(name, config.limit) for name in config.benchmark_names}
+    benchmarks = {benchmark_label(name): load_benchmark(name, config.limit) for name in config.benchmark_names}
     num_prompts = sum(len(prompts) for prompts in benchmarks.values())
     done = sum(store.has(name, prompt.id) for name, prompts in benchmarks.items() for prompt in prompts)
     _announce(config, inputs, methods, device, dtype)

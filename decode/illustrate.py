@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dflash_kit.benchmark_prompts import load_benchmark
+from dflash_kit.benchmark_prompts import benchmark_label, load_benchmark
 from dflash_kit.drafter import Drafter
 from dflash_kit.replay import response_spans
 from dflash_kit.shards import Row, Shards
@@ -35,7 +35,8 @@ def illustrations(
         rows = {row.id: row for row in _first_rows(shards, wanted)}
     else:
         for name in config.benchmark_names:
-            texts |= {(name, prompt.id): prompt.turns[0] for prompt in load_benchmark(name, config.limit)}
+            label = benchmark_label(name)
+            texts |= {(label, prompt.id): prompt.turns[0] for prompt in load_benchmark(name, config.limit)}
 
     def find(result: PromptResult, response: Response) -> tuple[str, list[int]]:
         if config.replay is None:

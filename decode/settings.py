@@ -42,9 +42,11 @@ class EvalConfig:
     target_revision: str | None = None
     """Revision of a hub id."""
     benchmarks: str = "gsm8k,humaneval,mt-bench"
-    """Names with commas between them, or paths of JSONL files (rows with `prompt`, `turns` or `messages`)."""
+    """With commas between them: bundled ones (gsm8k, humaneval, mt-bench, aime25); ones of the hub (math500, aime24, mbpp,
+    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or hf:org/name[:config
+    [:split]] (rows with `prompt`, `turns` or `messages`)."""
     limit: int | None = None
-    """Prompts of each benchmark, or rows of the shards, at most; unset: all."""
+    """Prompts of each benchmark, or rows of the shards, at most; unset: all, of a benchmark of the hub the published 128."""
     max_new_tokens: int = 2048
     """Tokens of a response at most."""
     temperature: float = 0.0
