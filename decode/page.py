@@ -32,17 +32,18 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; 
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; } figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; } .grid figure { margin: 0; }
+.three { grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem 1.4rem; }
 .said { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .9rem 1.1rem; overflow-wrap: anywhere;
   white-space: pre-wrap; font: .86rem/1.75 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
 .asked { color: var(--soft); white-space: pre-wrap; font-size: .88rem; border-left: 3px solid var(--line); padding-left: .8rem;
   overflow-wrap: anywhere; max-height: 9rem; overflow-y: auto; }
 .a { background: var(--accepted); } .b { background: var(--accepted-2); } .n { background: var(--bonus); } .f { background: var(--first); }
-.a, .b, .n, .f { border-radius: 3px; padding: .1em 0; } .key span { padding: .1em .5em; margin-right: .35rem; }
+.a, .b, .n, .f { border-radius: 3px; padding: .1em 0; } .key span { color: var(--ink); padding: .1em .5em; margin-right: .35rem; }
 .tree { overflow-x: auto; } .tree svg { max-width: none; width: auto; }
 .tree text { font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, monospace; fill: var(--ink); } .tree .p { fill: var(--soft); font-size: 10px; }
 .tree rect { fill: var(--panel); stroke: var(--line); } .tree .yes rect { fill: var(--accepted); stroke: var(--accepted-ink); }
-.tree .root rect { fill: var(--first); } .tree .next rect { fill: var(--bonus); stroke: none; } .tree path { fill: none; stroke: var(--line); }
-.tree path.yes { stroke: var(--accepted-ink); stroke-width: 2; }
+.tree .root rect { fill: var(--first); } .tree .next rect { fill: var(--bonus); stroke: none; } .tree path { fill: none; stroke: var(--soft); stroke-opacity: .55; }
+.tree path.yes { stroke: var(--accepted-ink); stroke-width: 2; stroke-opacity: 1; }
 """
 
 
@@ -109,6 +110,6 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" if svg else ""
 
 
-def grid(figures: Iterable[str]) -> str:
-    """Figures beside each other where there is room."""
-    return f'<div class="grid">{"".join(figures)}</div>'
+def grid(figures: Iterable[str], *, three: bool = False) -> str:
+    """Figures beside each other where there is room, two or three in a row."""
+    return f'<div class="grid{" three" if three else ""}">{"".join(figures)}</div>'

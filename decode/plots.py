@@ -19,7 +19,10 @@ STAGE_COLOURS = {
 }
 INK, FRAME = "#010203", "#040506"
 """Stand for the page's own colours, which a plot cannot know."""
-SIZE_INCHES = (6.0, 3.3)
+SIZE_INCHES, SMALL_INCHES = (6.0, 3.3), (4.4, 3.1)
+
+LEAST_ROUNDS = 10
+"""A share of fewer rounds than this says nothing."""
 
 Entry = dict[str, Any]
 Point = tuple[float, float, Sequence[float] | None]
@@ -74,14 +77,17 @@ def plot_positions(entries: list[Entry], benchmark: str) -> str:
         axes.set_xlabel("position in the block")
         axes.set_ylabel("accepted, share of all rounds")
 
-    return svg(draw, f"positions {benchmark}")
+    return svg(draw, f"positions {benchmark}", size=SMALL_INCHES)
 
 
-def depth_rates(position_rates: Sequence[float]) -> list[float]:
-    """Of the rounds that accepted everything above a depth, the share that accepts there, too; ends where none came."""
+def depth_rates(position_rates: Sequence[float], rounds: int) -> list[float]:
+    """Of the rounds that accepted everything above a depth, the share that accepts there, too.
+
+    Ends where fewer than ``LEAST_ROUNDS`` came (at depth 1 all did).
+    """
     rates, before = [], 1.0
     for rate in position_rates:
-        if before <= 0:
+        if rates and before * rounds < LEAST_ROUNDS - 0.5:
             break
         rates.append(rate / before)
         before = rate
@@ -93,13 +99,13 @@ def plot_depths(entries: list[Entry], benchmark: str) -> str:
 
     def draw(axes: Any) -> None:
         for colour, entry in zip(colours(), _drafted(entries), strict=False):
-            rates = depth_rates(entry["position_rates"])
+            rates = depth_rates(entry["position_rates"], entry["rounds"])
             axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=_label(entry))
         axes.set_ylim(0, 1.02)
         axes.set_xlabel("depth in the tree")
         axes.set_ylabel("accepted, of rounds that got there")
 
-    return svg(draw, f"depths {benchmark}")
+    return svg(draw, f"depths {benchmark}", size=SMALL_INCHES)
 
 
 def plot_stages(entries: list[Entry], benchmark: str) -> str:
@@ -119,7 +125,7 @@ def plot_stages(entries: list[Entry], benchmark: str) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("ms per round")
 
-    return svg(draw, f"stages {benchmark}")
+    return svg(draw, f"stages {benchmark}", size=SMALL_INCHES)
 
 
 def plot_speedups(results: list[Entry]) -> str:
@@ -185,7 +191,9 @@ def svg(draw: Callable[[Any], None], name: str, *, size: tuple[float, float] = S
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             # Never over the curves.
-            plot.legend(loc="outside upper left", frameon=False, fontsize=8.5, ncols=4, handlelength=1.4)
+            plot.legend(
+                loc="outside upper left", frameon=False, fontsize=8.5, ncols=5 if size[0] > 5 else 3, handlelength=1.4
+            )
         buffer = io.StringIO()
         plot.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue().replace(INK, "currentColor").replace(FRAME, "var(--line)")

@@ -9,7 +9,7 @@ from .drawn_tree import tree_html
 from .examples import examples_html
 from .live import method_label
 from .page import cards, facts, figure, grid, note, page, section, table
-from .plots import by_benchmark, plot_budgets, plot_depths, plot_positions, plot_speedups, plot_stages
+from .plots import LEAST_ROUNDS, by_benchmark, plot_budgets, plot_depths, plot_positions, plot_speedups, plot_stages
 from .report import CUT_RULE, SPEED_RULE, divergence_lines, table_row
 
 HEADINGS = (
@@ -27,8 +27,8 @@ HEADINGS = (
 )
 BUDGET_CAPTION = "DDTree, pooled mean with its 95 % bootstrap interval over prompts; dashed: the chain."
 DEPTH_CAPTION = (
-    "Left: share of all rounds that accepted the token at a position; its sum is τ − 1. Right: of the rounds that accepted "
-    "everything before it, the share that accepts at a depth, too."
+    "By position: share of all rounds that accepted the token there; the shares add up to τ − 1. By depth: of the rounds "
+    f"that accepted everything above it, the share that accepts there, too, as far as {LEAST_ROUNDS} rounds came."
 )
 
 
@@ -88,7 +88,7 @@ def _benchmark(name: str, entries: list[dict[str, Any]]) -> str:
     figures = [figure(plot_positions(entries, name), ""), figure(plot_depths(entries, name), "")]
     if stages:
         figures.append(figure(stages, "Time of a round by stage."))
-    return f"<h3>{escape(name)}</h3>{grid(figures)}"
+    return f"<h3>{escape(name)}</h3>{grid(figures, three=True)}"
 
 
 def _table(results: list[dict[str, Any]]) -> str:

@@ -74,9 +74,11 @@ def test_the_page_marks_each_span_and_escapes_it() -> None:
 
 
 def test_depth_rates_are_shares_of_those_that_came_so_far() -> None:
-    accepted = [0, 3, 1, 0, 2, 3]
-    rates = [sum(a >= k for a in accepted) / 6 for k in range(1, 6)]
-    assert depth_rates(rates) == pytest.approx([4 / 6, 3 / 4, 2 / 3, 0.0])  # nobody came to depth 5
+    accepted = [0, 3, 1, 0, 2, 3] * 10
+    rates = [sum(a >= k for a in accepted) / 60 for k in range(1, 6)]
+    assert depth_rates(rates, 60) == pytest.approx([4 / 6, 3 / 4, 2 / 3, 0.0])  # nobody came to depth 5
+    assert depth_rates(rates, 24) == pytest.approx([4 / 6, 3 / 4, 2 / 3])  # 24 · 2/6 = 8 came to depth 4
+    assert depth_rates([0.0, 0.0], 3) == [0.0]
 
 
 class SpyEngine(Engine):
