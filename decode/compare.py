@@ -30,8 +30,8 @@ NUMBERS = (
     "speedup",
 )
 DIFFERENCE_RULE = (
-    "Differences of the pooled τ to the first checkpoint are taken over the prompts that both answered; their 95 % "
-    "interval resamples prompts, each for both at once."
+    "Δ: difference of the pooled τ to the first checkpoint, over the prompts that both answered; its 95 % interval "
+    "resamples prompts, each for both at once, and one without 0 tells two drafters apart."
 )
 
 Run = Callable[[EvalConfig, str], int]

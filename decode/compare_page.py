@@ -1,5 +1,6 @@
 """The comparison of several checkpoints as a table and as compare.html."""
 
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -7,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
+
+from dflash_kit.acceptance import AR
 
 from .page import facts, figure, grid, note, page, section, table
 from .plots import Point, plot_lines
@@ -21,36 +24,54 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
         console = Console()
         if not console.is_terminal:
             console.width = max(LOG_WIDTH, 30 + 34 * len(comparison["checkpoints"]))
-    shown = Table(
-        title="Acceptance length τ", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for number, name in enumerate(headings(comparison)):
-        shown.add_column(escape_markup(name), justify="left" if number < 2 else "right", no_wrap=number < 2)
-    for row in table_rows(comparison):
-        shown.add_row(*map(escape_markup, row))
-    console.print(shown)
+    names = headings(comparison)
+    tables = [("Acceptance length τ", names, table_rows(comparison))]
+    speeds = speed_rows(comparison)
+    if speeds:
+        num_names = len(comparison["checkpoints"])
+        tables.append(("Tokens per second, speed-up", names[: 2 + num_names], speeds))
+    for title, columns, rows in tables:
+        console.print(_table(title, columns, rows))
     console.print(comparison["differences"], highlight=False)
 
 
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    shown = Table(title=title, title_justify="left", **look)
+    for number, name in enumerate(columns):
+        shown.add_column(escape_markup(name), justify="left" if number < 2 else "right", no_wrap=number < 2)
+    for row in rows:
+        shown.add_row(*map(escape_markup, row))
+    return shown
+
+
 def headings(comparison: dict[str, Any]) -> list[str]:
-    """Benchmark, method, τ of each checkpoint, differences to the first, and speeds where there are any."""
+    """Benchmark, method, τ of each checkpoint, and differences to the first."""
     names = [checkpoint["name"] for checkpoint in comparison["checkpoints"]]
-    speeds = [f"{name} tok/s" for name in names] if _is_timed(comparison) else []
-    return ["benchmark", "method", *names, *(f"{name} − {names[0]}" for name in names[1:]), *speeds]
+    return ["benchmark", "method", *names, *(f"Δ {name}" for name in names[1:])]
 
 
 def table_rows(comparison: dict[str, Any]) -> list[list[str]]:
     """The cells under ``headings``; the benchmark is named in its first row only."""
-    names = [checkpoint["name"] for checkpoint in comparison["checkpoints"]]
+    return _rows(
+        comparison,
+        lambda columns: [*map(_length, columns), *map(_difference, columns[1:])],
+        [row for row in comparison["results"] if row["method"] != AR],
+    )
+
+
+def speed_rows(comparison: dict[str, Any]) -> list[list[str]]:
+    """Benchmark, method, and the speed of each checkpoint; none for replay."""
+    if not _is_timed(comparison):
+        return []
+    return _rows(comparison, lambda columns: list(map(_speed, columns)), comparison["results"])
+
+
+def _rows(comparison: dict[str, Any], cells: Callable[[list[Row | None]], list[str]], of: list[Row]) -> list[list[str]]:
     rows, last = [], None
-    for row in comparison["results"]:
-        columns = [row["checkpoints"][name] for name in names]
-        cells = [row["benchmark"] if row["benchmark"] != last else "", row["method"]]
-        cells += [_length(numbers) for numbers in columns]
-        cells += [_difference(numbers) for numbers in columns[1:]]
-        if _is_timed(comparison):
-            cells += [_speed(numbers) for numbers in columns]
-        rows.append(cells)
+    for row in of:
+        columns = [row["checkpoints"][checkpoint["name"]] for checkpoint in comparison["checkpoints"]]
+        rows.append([row["benchmark"] if row["benchmark"] != last else "", row["method"], *cells(columns)])
         last = row["benchmark"]
     return rows
 
@@ -58,11 +79,12 @@ def table_rows(comparison: dict[str, Any]) -> list[list[str]]:
 def render_comparison(comparison: dict[str, Any]) -> str:
     """The whole page as text."""
     names = [checkpoint["name"] for checkpoint in comparison["checkpoints"]]
+    speeds = speed_rows(comparison)
     benchmarks = list(dict.fromkeys(row["benchmark"] for row in comparison["results"]))
     plots = []
     for benchmark in benchmarks:
         rows = [row for row in comparison["results"] if row["benchmark"] == benchmark]
-        plots.append(f"<h3>{escape(benchmark)}</h3>" + grid(_figures(rows, names, benchmark)))
+        plots.append(f"<h3>{escape(benchmark)}</h3>" + grid(_figures(rows, names, benchmark), three=True))
     parts = [
         *(
             f'<p class="warning">Warning, {escape(one["name"])}: {escape(text)}</p>'
@@ -71,9 +93,11 @@ def render_comparison(comparison: dict[str, Any]) -> str:
         ),
         facts((one["name"], f"{one['checkpoint']}, for {one['target']}") for one in comparison["checkpoints"]),
         facts((k, v) for k, v in comparison["run"].items() if k not in ("block size", "created (UTC)")),
-        section("results", "Acceptance length τ and speed"),
+        section("results", "Acceptance length τ"),
         table(headings(comparison), table_rows(comparison), text_columns=2),
         note(comparison["differences"]),
+        section("speeds", "Tokens per second, and speed-up over autoregressive decoding") if speeds else "",
+        table(["benchmark", "method", *names], speeds, text_columns=2) if speeds else "",
         section("plots", "By benchmark"),
         *plots,
     ]

@@ -31,7 +31,7 @@ th.text, td.text { text-align: left; } tr.first td { border-top: 2px solid var(-
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: .8rem 0; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; } figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; } .grid figure { margin: 0; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; } .grid figure { margin: 0; } .grid svg { max-width: 42rem; }
 .three { grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem 1.4rem; }
 .said { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .9rem 1.1rem; overflow-wrap: anywhere;
   white-space: pre-wrap; font: .86rem/1.75 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
