@@ -191,6 +191,11 @@ class ResultStore:
             reason = str(error) or type(error).__name__
             raise KitError(f"{self._file} is not a results file ({reason}); name a new folder with --out") from error
         there = self._settings if there is None else there
+        if there.get("checkpoint_hash") != self._settings.get("checkpoint_hash"):
+            raise KitError(
+                f"report folder {self.folder} belongs to another checkpoint (checkpoint_hash {there.get('checkpoint_hash')} "
+                f"there, {self._settings.get('checkpoint_hash')} now); name a new folder with --out"
+            )
         for name in sorted(set(there) | set(self._settings)):
             if there.get(name) != self._settings.get(name):
                 raise KitError(

@@ -15,8 +15,9 @@ import yaml
 from dflash_kit.checkpoint import CONFIG_NAME, PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError
 
+from .modes import CHECKPOINTS_NAME, STATE_SUFFIX, watched_out
+
 NUMBERED = re.compile(r"(?:[A-Za-z]+[-_])?(\d{1,12})")
-STATE_SUFFIX, CHECKPOINTS_NAME = ".state", "checkpoints"
 
 
 class TrainingRun:
@@ -27,12 +28,7 @@ class TrainingRun:
     """
 
     def __init__(self, place: str | Path) -> None:
-        given = Path(place)
-        if given.name == CHECKPOINTS_NAME and given.parent.name.endswith(STATE_SUFFIX):
-            given = given.parent
-        if given.name.endswith(STATE_SUFFIX):
-            given = given.with_name(given.name.removesuffix(STATE_SUFFIX))
-        self.out = follow_link(given)
+        self.out = follow_link(watched_out(place))
         self.state = self.out.with_name(self.out.name + STATE_SUFFIX)
 
     def checkpoints(self) -> dict[int, Path]:

@@ -339,6 +339,9 @@ def test_a_real_training_is_watched(tiny_target: Path, tmp_path: Path, capsys: p
 
 
 def test_names_of_the_report_folder(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    assert EvalConfig(ckpt=run, watch=run + ".state").watch == run + ".state", "a recipe names the run's drafter"
+
     def place(**values: Any) -> Path:
         return EvalConfig(**values).out_folder
 
