@@ -85,7 +85,8 @@ def depth_rates(position_rates: Sequence[float], rounds: int) -> list[float]:
 
     Ends where fewer than ``LEAST_ROUNDS`` came (at depth 1 all did).
     """
-    rates, before = [], 1.0
+    rates: list[float] = []
+    before = 1.0
     for rate in position_rates:
         if rates and before * rounds < LEAST_ROUNDS - 0.5:
             break
@@ -177,7 +178,7 @@ def svg(draw: Callable[[Any], None], name: str, *, size: tuple[float, float] = S
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    look = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK)
+    look: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK)
     look |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), FRAME)
     # The salt keeps the ids of several plots on one page apart, and a plot the same from run to run.
     look |= {"svg.hashsalt": name, "svg.fonttype": "path"}

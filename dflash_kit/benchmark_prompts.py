@@ -83,7 +83,8 @@ def _selected(prompts: list[BenchmarkPrompt], limit: int | None) -> list[Benchma
 
 
 def _published_prompts(name: str, place: str | None) -> list[BenchmarkPrompt]:
-    prompts, seen = [], set()
+    prompts: list[BenchmarkPrompt] = []
+    seen: set[str] = set()
     for row_id, turn in load_rows(name, HUB_BENCHMARKS[name], place):
         unique = row_id if row_id not in seen else f"{row_id}-{len(seen)}"
         seen.add(unique)
