@@ -5,6 +5,7 @@ Wording, data set and number of prompts are those of the published DFlash figure
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,7 @@ def open_hub(text: str) -> Any:
     repo, config, split = (*text.removeprefix(HUB_PREFIX).split(":", 2), "", "")[:3]
     if not repo:
         raise KitError(f"benchmark {text!r} names no data set; write hf:org/name, hf:org/name:config or :config:split")
+    print(f"fetching     {text}, or from the hub's cache here", file=sys.stderr, flush=True)
     try:
         return _load(repo, config or None, split=split or "test")
     except Exception as error:  # the library, the hub's client and the network raise errors of many kinds
@@ -164,6 +166,7 @@ def _open(name: str, benchmark: HubBenchmark, place: str | None) -> Any:
         return open_hub(place)
     if place is not None:
         return _open_local(name, benchmark, Path(place))
+    print(f"fetching     {name} from the hub ({benchmark.where}), or from its cache here", file=sys.stderr, flush=True)
     try:
         if benchmark.files:
             files = [f"hf://datasets/{benchmark.repo}/{file}" for file in benchmark.files]
@@ -195,9 +198,16 @@ def _open_local(name: str, benchmark: HubBenchmark, path: Path) -> Any:
 
 
 def _load(*arguments: Any, **options: Any) -> Any:
+    """``datasets.load_dataset`` without the hub's line for every attempt; where nothing answers, that takes half a minute."""
     import datasets
+    from huggingface_hub.utils import logging
 
-    return datasets.load_dataset(*arguments, **options)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return datasets.load_dataset(*arguments, **options)
+    finally:
+        logging.set_verbosity(before)
 
 
 def _first_line(error: Exception) -> str:

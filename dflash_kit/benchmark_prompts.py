@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]
         raise KitError(f"limit of benchmark {name} is {limit}; give at least 1, or none for all prompts")
     known, equals, place = name.partition("=")
     if known in HUB_BENCHMARKS:
-        prompts = _published_prompts(known, place if equals else None)
+        prompts = list(_published_prompts(known, place if equals else None))
         return _selected(prompts, PUBLISHED_PROMPTS if limit is None else limit)
     if equals and known in BENCHMARKS:
         raise KitError(f"benchmark {known} is bundled; leave out '={place}', or name the file alone")
@@ -82,7 +83,9 @@ def _selected(prompts: list[BenchmarkPrompt], limit: int | None) -> list[Benchma
     return prompts[:limit]
 
 
-def _published_prompts(name: str, place: str | None) -> list[BenchmarkPrompt]:
+@lru_cache(maxsize=8)
+def _published_prompts(name: str, place: str | None) -> tuple[BenchmarkPrompt, ...]:
+    """All prompts of a benchmark of the hub; read once, as decoding, the report and a watch ask for them again."""
     prompts: list[BenchmarkPrompt] = []
     seen: set[str] = set()
     for row_id, turn in load_rows(name, HUB_BENCHMARKS[name], place):
@@ -96,7 +99,7 @@ def _published_prompts(name: str, place: str | None) -> list[BenchmarkPrompt]:
         prompts.append(prompt)
     if not prompts:
         raise KitError(f"benchmark {name} holds no prompts")
-    return prompts
+    return tuple(prompts)
 
 
 def data_folder() -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 import dflash_kit.benchmark_hub
 from dflash_kit.benchmark_hub import HUB_BENCHMARKS
-from dflash_kit.benchmark_prompts import benchmark_label, load_benchmark
+from dflash_kit.benchmark_prompts import _published_prompts, benchmark_label, load_benchmark
 from dflash_kit.errors import KitError
 
 SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -74,6 +74,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
+    _published_prompts.cache_clear()
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
