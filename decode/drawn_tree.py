@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kit.acceptance import CHAIN
+from dflash_kit.acceptance import CHAIN, DDTREE
 from dflash_kit.drafter import Drafter
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import build_tree, chain_tree
@@ -33,7 +33,7 @@ def choose_round(results: Sequence[PromptResult]) -> tuple[PromptResult, Respons
     for result in results:
         drafted = [r for r in result.responses if r.turn == 0 and r.method[1] and r.log.num_accepted]
         if drafted:
-            response = max(drafted, key=lambda r: (r.method[0] != CHAIN, r.method[1]))
+            response = max(drafted, key=lambda r: (r.method[0] == DDTREE, r.method[0] != CHAIN, r.method[1]))
             rounds = response.log.num_accepted[:ROUNDS_LOOKED_AT]
             return result, response, rounds.index(max(rounds))
     return None

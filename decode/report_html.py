@@ -46,7 +46,7 @@ def render_page(report: dict[str, Any]) -> str:
         section("results", "Results"),
         _table(results),
         note(CUT_RULE),
-        note(SPEED_RULE) if any(entry["tokens_per_s"] for entry in results) else "",
+        note(report.get("speeds", SPEED_RULE)) if any(entry["tokens_per_s"] for entry in results) else "",
         *(note(line) for line in divergence_lines(report)),
         figure(plot_speedups(results), "Speed-up over the same engine's autoregressive loop."),
         section("budgets", "Acceptance length and speed by budget"),

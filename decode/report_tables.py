@@ -15,7 +15,7 @@ SPECIAL = {
     "^": r"\textasciicircum{}",
     **{char: "\\" + char for char in "&%$#_{}"},
 }
-NAMES = {"ar": "Autoregressive", "chain": "DFlash", "ddtree": "DDTree"}
+NAMES = {"ar": "Autoregressive", "chain": "DFlash", "ddtree": "DDTree", "ddtree-auto": "DDTree (auto)"}
 DASH = "--"
 
 Entry = dict[str, Any]
