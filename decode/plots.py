@@ -74,6 +74,7 @@ def plot_positions(entries: list[Entry], benchmark: str) -> str:
             rates = entry["position_rates"]
             axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=_label(entry))
         axes.set_ylim(0, 1.02)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("position in the block")
         axes.set_ylabel("accepted, share of all rounds")
 
@@ -103,6 +104,7 @@ def plot_depths(entries: list[Entry], benchmark: str) -> str:
             rates = depth_rates(entry["position_rates"], entry["rounds"])
             axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=_label(entry))
         axes.set_ylim(0, 1.02)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("depth in the tree")
         axes.set_ylabel("accepted, of rounds that got there")
 
@@ -161,6 +163,8 @@ def plot_lines(lines: dict[str, list[Point]], name: str, x_axis: str, y_axis: st
             _line(axes, points, colour, label)
         if budgets:
             _budget_axis(axes, sorted({int(x) for points in lines.values() for x, _, _ in points}))
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel(x_axis)
         axes.set_ylabel(y_axis)
 
