@@ -88,8 +88,15 @@ def require_own_folder(out: Path, names: Sequence[str]) -> None:
 
 
 def read_evaluated(checkpoint: NamedCheckpoint, folder: Path) -> Evaluated:
-    """Report and results of one finished evaluation."""
-    report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
+    """Report and results of one finished evaluation.
+
+    Raises:
+        KitError: there is no report that can be read.
+    """
+    try:
+        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KitError(f"{folder / REPORT_NAME} cannot be read ({error}), so nothing can be compared") from error
     return Evaluated(checkpoint=checkpoint, report=report, results=read_results(folder))
 
 

@@ -60,6 +60,7 @@ def draw_live(
         results: finished prompts.
         prompts: by benchmark.
     """
+    engine = getattr(engine, "single", engine)  # batches prefill by an engine for one prompt
     chosen = choose_round(results)
     if chosen is None or not isinstance(engine, Engine) or engine.drafter is None or engine.ends is None:
         return
