@@ -2,12 +2,13 @@
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dflash_kit.acceptance import AR
-from dflash_kit.benchmark_prompts import BenchmarkPrompt, load_benchmark
+from dflash_kit.benchmark_prompts import BenchmarkPrompt, benchmark_label, load_benchmark
 from dflash_kit.config import parse_config, save_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
@@ -19,10 +20,14 @@ from dflash_kit.target_ends import TargetEnds
 from .batch_engine import BatchEngine
 from .batch_live import BatchEvaluation, batch_sizes
 from .batch_memory import describe_batch, require_batch_fits
+from .checkpoints import find_checkpoints
+from .compare import compare
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
+from .illustrate import draw_live, draw_replayed, illustrations
 from .inputs import Inputs, read_inputs
+from .kept import forget, kept
 from .live import LiveEvaluation, method_label, require_prompts_fit
 from .progress import EvaluationProgress
 from .replay import benchmark_name, open_matching_shards, replay_shards
@@ -31,6 +36,7 @@ from .results import PromptResult, ResultStore
 from .settings import EvalConfig, choose_device
 from .target_runner import TargetRunner
 from .verdict import judge
+from .watch import watch_run
 
 __all__ = ["EvalConfig", "main"]
 
@@ -41,12 +47,35 @@ EXPECTED_BYTES = 64 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, decode or replay, report; 1 when greedy decoding was not the target's own."""
+    """Parse, then evaluate one checkpoint, several, or those of a running training."""
     config = parse_config("eval", EvalConfig, argv, description=DESCRIPTION)
     device, dtype = choose_device(config)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    inputs = read_inputs(config)
+
+    def run(one: EvalConfig, shown: str) -> int:
+        return evaluate(one, shown, device, dtype, argv)
+
+    if config.watch is not None:
+        return watch_run(config, run)
+    checkpoints = find_checkpoints(config.ckpt)
+    if len(checkpoints) > 1:
+        return compare(config, checkpoints, run)
+    found = checkpoints[0]
+    return run(replace(config, ckpt=str(found.folder), out=str(config.out_folder)), found.given)
+
+
+def evaluate(config: EvalConfig, shown: str, device: str, dtype: str, argv: list[str] | None) -> int:
+    """Check, decode or replay, report; 1 when greedy decoding was not the target's own.
+
+    Args:
+        config: what to do; its checkpoint is a folder.
+        shown: what the report calls the checkpoint.
+        device: name of the device.
+        dtype: that is computed in.
+        argv: command line, for the report.
+    """
+    inputs = read_inputs(config, shown)
     if config.push_to_hub is not None:
         check_publication(config.ckpt, config.push_to_hub, config.base_model)
     for text in inputs.warnings:
@@ -81,12 +110,13 @@ def _report(
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
+    report |= illustrations(config, inputs, results, report)
     try:
         write_report(config.out_folder, report)
     except OSError as error:
         raise KitError(f"report in {config.out_folder} cannot be written: {error}; mend that and run again") from error
     print_report(report)
-    print(f"report: {config.out_folder / REPORT_NAME} and report.html beside it")
+    print(f"report: {config.out_folder / REPORT_NAME} and report.html, .csv and .tex beside it")
     is_compared = config.replay is None and config.temperature == 0 and AR in config.method_names
     status = judge(results, dtype) if is_compared else 0
     if status == 0 and config.push_to_hub is not None:
@@ -102,7 +132,7 @@ def _decode(
     config: EvalConfig, inputs: Inputs, store: ResultStore, methods: list[tuple[str, int]], device: str, dtype: str
 ) -> Results:
     """Live decoding; None after a dry run."""
-    benchmarks = {name: load_benchmark(name, config.limit) for name in config.benchmark_names}
+    benchmarks = {benchmark_label(name): load_benchmark(name, config.limit) for name in config.benchmark_names}
     num_prompts = sum(len(prompts) for prompts in benchmarks.values())
     done = sum(store.has(name, prompt.id) for name, prompts in benchmarks.items() for prompt in prompts)
     _announce(config, inputs, methods, device, dtype)
@@ -136,6 +166,7 @@ def _decode(
             )
             _open(config, store)
             evaluation.run(benchmarks, store)
+        draw_live(config, engine, tokenizer, store.results, benchmarks)
     return store.results
 
 
@@ -153,7 +184,13 @@ def _replay(
         return None
     torch_dtype = getattr(torch, dtype)
     drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
-    ends = TargetEnds.from_pretrained(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    ends = kept(
+        TargetEnds.from_pretrained,
+        inputs.target,
+        dtype=torch_dtype,
+        device=device,
+        revision=config.target_revision,
+    )
     _open(config, store)
     with EvaluationProgress(num_rows, done) as progress:
 
@@ -163,6 +200,7 @@ def _replay(
             progress.finish_prompt(f"{benchmark_name(config)} {result.prompt_id[:12]}")
 
         left_out = replay_shards(config, drafter, ends, shards, inputs.spec, store, on_row)
+    draw_replayed(config, inputs, drafter, ends, shards, store.results)
     if left_out:
         print(f"{left_out} rows were left out: their responses were given, not generated by the target")
     return store.results
@@ -181,7 +219,7 @@ def _engine(
     disable_progress_bar()  # of loading weights; the evaluation shows its own
     torch_dtype = getattr(torch, dtype)
     drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
-    model = load_target(inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    model = kept(load_target, inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
     eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
     reason = reason_against(model, drafter, methods, config.temperature)
     if config.batch_size > 1:
@@ -193,6 +231,7 @@ def _engine(
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: a round is one CUDA graph", flush=True)
         max_budget = max(budget for _, budget in methods)
+        forget()  # its projections are about to be fused in place
         return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)
     note = f" (not fused: {reason})" if device == "cuda" and reason else ""
     at_once = f", {config.batch_size} prompts at a time" if config.batch_size > 1 else ""
@@ -228,7 +267,7 @@ def _announce(config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]]
     drafter = inputs.drafter_config
     print(f"target       {inputs.target}: {inputs.spec.num_layers} layers, width {inputs.spec.hidden_size}")
     print(
-        f"drafter      {config.ckpt}: {drafter.num_hidden_layers} layers, block {drafter.block_size}, "
+        f"drafter      {inputs.checkpoint}: {drafter.num_hidden_layers} layers, block {drafter.block_size}, "
         f"taps {list(drafter.target_layer_ids)}"
     )
     print(f"running      {', '.join(method_label(m) for m in methods)} on {device} in {dtype}{reason}")
@@ -264,7 +303,7 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
     hardware = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {
         "target": inputs.target,
-        "checkpoint": config.ckpt,
+        "checkpoint": inputs.checkpoint,
         "warnings": list(inputs.warnings),
         "run": {
             "mode": "live decoding" if config.replay is None else f"replay of {config.replay}",

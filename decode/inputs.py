@@ -1,13 +1,14 @@
 """What an evaluation starts from: the checkpoint, the target it belongs to, and whether the two fit."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_kit.checkpoint import read_config, read_provenance
+from dflash_kit.checkpoint import borrowed_tensors, read_config, read_provenance
 from dflash_kit.drafter_config import DrafterConfig, require_reserved
 from dflash_kit.errors import KitError
+from dflash_kit.foreign_config import says_target_layers, verifier_name
 from dflash_kit.target import TargetSpec, load_config
 
 from .settings import EvalConfig
@@ -18,6 +19,8 @@ from .target_masks import attention_kinds
 class Inputs:
     """A checkpoint and its target, checked against each other; no weights are read yet."""
 
+    checkpoint: str
+    """What reports call the checkpoint."""
     target: str
     """Folder or hub id."""
     spec: TargetSpec
@@ -28,31 +31,42 @@ class Inputs:
     """What does not stop an evaluation but explains bad acceptance."""
 
 
-def read_inputs(config: EvalConfig) -> Inputs:
+def read_inputs(config: EvalConfig, shown: str | None = None) -> Inputs:
     """Find the target and check that the checkpoint fits it.
+
+    Args:
+        config: its checkpoint is a folder.
+        shown: what reports call the checkpoint; None: by its folder.
 
     Raises:
         KitError: no target is known, or shape, taps, vocabulary or tokenizer differ (both values are named).
     """
-    drafter_config = DrafterConfig.from_dict(read_config(config.ckpt))
+    raw = read_config(config.ckpt)
+    drafter_config = DrafterConfig.from_dict(raw)
     provenance = read_provenance(config.ckpt)
-    target = _target_name(config, provenance)
+    target = _target_name(config, provenance, verifier_name(raw))
     spec = TargetSpec.from_pretrained(target, config.target_revision)
     if config.replay is None:
         attention_kinds(load_config(target, config.target_revision).get_text_config())
     header = provenance.get("shards_header") or {}
+    if not says_target_layers(raw):
+        drafter_config = replace(
+            drafter_config, num_target_layers=max(spec.num_layers, drafter_config.num_target_layers)
+        )
     _require_fit(config.ckpt, target, drafter_config, spec, header)
     return Inputs(
+        checkpoint=config.ckpt if shown is None else shown,
         target=target,
         spec=spec,
         drafter_config=drafter_config,
         checkpoint_hash=_checkpoint_hash(Path(config.ckpt)),
-        warnings=tuple(_warnings(spec, header)),
+        warnings=(*_warnings(spec, header), *_unread(config.ckpt)),
     )
 
 
-def _target_name(config: EvalConfig, provenance: dict[str, Any]) -> str:
-    named = config.target or provenance.get("target") or (provenance.get("shards_header") or {}).get("target_name")
+def _target_name(config: EvalConfig, provenance: dict[str, Any], verifier: str | None) -> str:
+    trained_for = provenance.get("target") or (provenance.get("shards_header") or {}).get("target_name")
+    named = config.target or trained_for or verifier
     if not named:
         raise KitError(f"checkpoint {config.ckpt} does not say which target it was trained for; name it with --target")
     return str(named)
@@ -96,6 +110,13 @@ def _warnings(spec: TargetSpec, header: dict[str, Any]) -> list[str]:
                 f"({getattr(spec, name)} here, {header[name]} then); acceptance may suffer"
             )
     return found
+
+
+def _unread(ckpt: str) -> list[str]:
+    names = borrowed_tensors(ckpt)
+    if not names:
+        return []
+    return [f"the checkpoint holds its own {', '.join(names)}; the target's are used, of which they should be copies"]
 
 
 def _checkpoint_hash(folder: Path) -> str:

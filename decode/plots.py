@@ -1,18 +1,32 @@
-"""Plots of a report as SVG text: nothing is fetched when they are shown."""
+"""Plots of a report as SVG text: nothing is fetched when they are shown, and their ink follows the page's."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_kit.acceptance import AR, CHAIN, DDTREE
 
 from .live import method_label
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#475569")
-STAGE_COLOURS = {"draft": "#2563eb", "build": "#d97706", "verify": "#059669", "walk": "#be185d", "commit": "#7c3aed"}
-SIZE_INCHES = (6.4, 3.6)
+COLOURS = ("#2f7de1", "#d9730d", "#12996b", "#cf3f79", "#8458e0", "#6b7a8d")
+STAGE_COLOURS = {
+    "draft": "#2f7de1",
+    "build": "#d9730d",
+    "verify": "#12996b",
+    "walk": "#cf3f79",
+    "commit": "#8458e0",
+    "round": "#6b7a8d",
+}
+INK, FRAME = "#010203", "#040506"
+"""Stand for the page's own colours, which a plot cannot know."""
+SIZE_INCHES, SMALL_INCHES = (6.0, 3.3), (4.4, 3.1)
+
+LEAST_ROUNDS = 10
+"""A share of fewer rounds than this says nothing."""
 
 Entry = dict[str, Any]
+Point = tuple[float, float, Sequence[float] | None]
+"""x, y and the interval of y."""
 
 
 def by_benchmark(results: list[Entry]) -> dict[str, list[Entry]]:
@@ -23,91 +37,197 @@ def by_benchmark(results: list[Entry]) -> dict[str, list[Entry]]:
     return groups
 
 
-def plot_budgets(results: list[Entry]) -> str:
-    """Acceptance length of DDTree over its budget, the chain as a dashed line, one colour a benchmark."""
+def plot_budgets(results: list[Entry], key: str, axis: str) -> str:
+    """A number of DDTree over its budget, the chain as a dashed line, one colour a benchmark; empty without any.
+
+    Args:
+        results: entries of the report.
+        key: ``acceptance_length_pooled`` or ``tokens_per_s``.
+        axis: its name on the axis.
+    """
+    groups = {
+        benchmark: [e for e in entries if e.get(key) is not None and e["method"] in (CHAIN, DDTREE)]
+        for benchmark, entries in by_benchmark(results).items()
+    }
+    if not any(groups.values()):
+        return ""
 
     def draw(axes: Any) -> None:
-        for colour, (benchmark, entries) in zip(_colours(), by_benchmark(results).items(), strict=False):
-            trees = [e for e in entries if e["method"] == DDTREE and e["acceptance_length_pooled"] is not None]
-            if trees:
-                lengths = [e["acceptance_length_pooled"] for e in trees]
-                intervals = [e["acceptance_length_pooled_ci95"] or [m, m] for e, m in zip(trees, lengths, strict=True)]
-                errors = [[m - low for m, (low, _) in zip(lengths, intervals, strict=True)]]
-                errors.append([high - m for m, (_, high) in zip(lengths, intervals, strict=True)])
-                errors = [[max(0.0, e) for e in side] for side in errors]
-                budgets = [e["budget"] for e in trees]
-                axes.errorbar(budgets, lengths, yerr=errors, marker="o", capsize=3, color=colour, label=benchmark)
+        for colour, (benchmark, entries) in zip(colours(), groups.items(), strict=False):
+            trees = [e for e in entries if e["method"] == DDTREE]
+            _line(axes, [(e["budget"], e[key], e.get(key + "_ci95")) for e in trees], colour, benchmark)
             for chain in entries:
-                if chain["method"] == CHAIN and chain["acceptance_length_pooled"] is not None:
+                if chain["method"] == CHAIN:
                     label = None if trees else f"{benchmark}, chain"
-                    axes.axhline(chain["acceptance_length_pooled"], ls="--", lw=1, color=colour, label=label)
-        budgets = sorted({e["budget"] for e in results if e["method"] == DDTREE})
-        if budgets:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(budgets, [str(b) for b in budgets])
-            axes.minorticks_off()
-        axes.set_xlabel("tree budget (nodes)")
-        axes.set_ylabel("acceptance length τ")
+                    axes.axhline(chain[key], ls="--", lw=1, color=colour, label=label)
+        _budget_axis(axes, sorted({e["budget"] for e in results if e["method"] == DDTREE}))
+        axes.set_ylabel(axis)
 
-    return _svg(draw, "budgets")
+    return svg(draw, f"budgets {key}")
 
 
 def plot_positions(entries: list[Entry], benchmark: str) -> str:
     """Share of rounds that accept the draft token at each position, one line a method."""
 
     def draw(axes: Any) -> None:
-        drafted = [e for e in entries if e["method"] != AR]
-        for colour, entry in zip(_colours(), drafted, strict=False):
+        for colour, entry in zip(colours(), _drafted(entries), strict=False):
             rates = entry["position_rates"]
-            label = method_label((entry["method"], entry["budget"]))
-            axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=label)
-        axes.set_ylim(0, 1)
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=_label(entry))
+        axes.set_ylim(0, 1.02)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("position in the block")
-        axes.set_ylabel("accepted, share of rounds")
+        axes.set_ylabel("accepted, share of all rounds")
 
-    return _svg(draw, f"positions {benchmark}")
+    return svg(draw, f"positions {benchmark}", size=SMALL_INCHES)
+
+
+def depth_rates(position_rates: Sequence[float], rounds: int) -> list[float]:
+    """Of the rounds that accepted everything above a depth, the share that accepts there, too.
+
+    Ends where fewer than ``LEAST_ROUNDS`` came (at depth 1 all did).
+    """
+    rates: list[float] = []
+    before = 1.0
+    for rate in position_rates:
+        if rates and before * rounds < LEAST_ROUNDS - 0.5:
+            break
+        rates.append(rate / before)
+        before = rate
+    return rates
+
+
+def plot_depths(entries: list[Entry], benchmark: str) -> str:
+    """Acceptance at each depth among the rounds that came so far, one line a method."""
+
+    def draw(axes: Any) -> None:
+        for colour, entry in zip(colours(), _drafted(entries), strict=False):
+            rates = depth_rates(entry["position_rates"], entry["rounds"])
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", ms=3, color=colour, label=_label(entry))
+        axes.set_ylim(0, 1.02)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("depth in the tree")
+        axes.set_ylabel("accepted, of rounds that got there")
+
+    return svg(draw, f"depths {benchmark}", size=SMALL_INCHES)
 
 
 def plot_stages(entries: list[Entry], benchmark: str) -> str:
-    """Milliseconds of a round by stage, stacked, one bar a method; empty text for replay."""
-    timed = [e for e in entries if e["ms_per_round"]]
+    """Milliseconds of a round by stage, stacked, one bar a method; empty text where no stages are known."""
+    timed = [e for e in entries if set(e["ms_per_round"]) - {"total"}]  # engines of others tell no stages
     if not timed:
         return ""
 
     def draw(axes: Any) -> None:
-        labels = [method_label((e["method"], e["budget"])) for e in timed]
+        labels = [_label(e) for e in timed]
         left = [0.0] * len(timed)
         for stage, colour in STAGE_COLOURS.items():
             widths = [e["ms_per_round"].get(stage, 0.0) for e in timed]
-            axes.barh(labels, widths, left=left, color=colour, label=stage)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
+            if any(widths):
+                axes.barh(labels, widths, left=left, color=colour, label=stage, height=0.6)
+                left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.set_xlabel("ms per round")
 
-    return _svg(draw, f"stages {benchmark}")
+    return svg(draw, f"stages {benchmark}", size=SMALL_INCHES)
 
 
-def _colours() -> list[str]:
+def plot_speedups(results: list[Entry]) -> str:
+    """Speed-up over autoregressive decoding, a group of bars for each benchmark; empty text where nothing was timed."""
+    timed = [e for e in results if e.get("speedup") is not None and e["method"] != AR]
+    if not timed:
+        return ""
+    benchmarks = list(dict.fromkeys(e["benchmark"] for e in timed))
+    labels = list(dict.fromkeys(_label(e) for e in timed))
+    width = 0.8 / len(labels)
+
+    def draw(axes: Any) -> None:
+        for i, (colour, label) in enumerate(zip(colours(), labels, strict=False)):
+            found = {e["benchmark"]: e["speedup"] for e in timed if _label(e) == label}
+            places = [at + (i - (len(labels) - 1) / 2) * width for at in range(len(benchmarks))]
+            bars = axes.bar(places, [found.get(b, 0.0) for b in benchmarks], width * 0.92, color=colour, label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1, color=INK)
+        axes.axhline(1, color=INK, lw=0.8)
+        axes.set_xticks(range(len(benchmarks)), benchmarks)
+        axes.set_ylabel("speed-up")
+
+    return svg(draw, "speedups", size=(12.4, 3.3) if len(benchmarks) * len(labels) > 8 else SIZE_INCHES)
+
+
+def plot_lines(lines: dict[str, list[Point]], name: str, x_axis: str, y_axis: str, *, budgets: bool = False) -> str:
+    """One line for each name, with intervals where there are any; empty text without a point."""
+    if not any(lines.values()):
+        return ""
+
+    def draw(axes: Any) -> None:
+        for colour, (label, points) in zip(colours(), lines.items(), strict=False):
+            _line(axes, points, colour, label)
+        if budgets:
+            _budget_axis(axes, sorted({int(x) for points in lines.values() for x, _, _ in points}))
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel(x_axis)
+        axes.set_ylabel(y_axis)
+
+    return svg(draw, name)
+
+
+def colours() -> list[str]:
+    """Colours of lines in their order, repeated when there are many."""
     return [*COLOURS] * 10
 
 
-def _svg(draw: Callable[[Any], None], name: str) -> str:
+def svg(draw: Callable[[Any], None], name: str, *, size: tuple[float, float] = SIZE_INCHES) -> str:
     """Draw into a figure of its own and return its <svg> element."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
+    look: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK)
+    look |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), FRAME)
     # The salt keeps the ids of several plots on one page apart, and a plot the same from run to run.
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 9}):
-        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+    look |= {"svg.hashsalt": name, "svg.fonttype": "path"}
+    with matplotlib.rc_context({**look, "font.size": 9, "axes.linewidth": 0.8, "lines.linewidth": 1.8}):
+        plot = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(plot)
+        axes = plot.add_subplot()
+        axes.set_axisbelow(True)
+        axes.grid(lw=0.6)
         draw(axes)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # never over the curves
+            # Never over the curves.
+            plot.legend(
+                loc="outside upper left", frameon=False, fontsize=8.5, ncols=5 if size[0] > 5 else 3, handlelength=1.4
+            )
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
+        plot.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue().replace(INK, "currentColor").replace(FRAME, "var(--line)")
     return text[text.index("<svg") :]
+
+
+def _line(axes: Any, points: Sequence[Point], colour: str, label: str) -> None:
+    if not points:
+        return
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    intervals = [p[2] or (p[1], p[1]) for p in points]
+    errors = [
+        [max(0.0, y - low) for y, (low, _) in zip(ys, intervals, strict=True)],
+        [max(0.0, high - y) for y, (_, high) in zip(ys, intervals, strict=True)],
+    ]
+    axes.errorbar(xs, ys, yerr=errors, marker="o", ms=4, capsize=3, elinewidth=1, color=colour, label=label)
+
+
+def _budget_axis(axes: Any, budgets: list[int]) -> None:
+    if budgets:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(budgets, [str(b) for b in budgets])
+        axes.minorticks_off()
+    axes.set_xlabel("tree budget (nodes)")
+
+
+def _drafted(entries: list[Entry]) -> list[Entry]:
+    return [e for e in entries if e["method"] != AR]
+
+
+def _label(entry: Entry) -> str:
+    return method_label((entry["method"], entry["budget"]))

@@ -1,7 +1,6 @@
-"""The report: numbers by benchmark and method, as a table, as report.json and as one HTML page."""
+"""The report: numbers by benchmark and method, as a table, as JSON, CSV and LaTeX, and as one HTML page."""
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from rich.table import Table
 
 from dflash_kit.acceptance import AR, Acceptance, require_identity, summarise
 
+from .files import write_whole
 from .live import method_label
+from .report_tables import CSV_NAME, TEX_NAME, csv_text, latex_text
 from .results import Method, PromptResult, total_differences
 
 REPORT_NAME, PAGE_NAME = "report.json", "report.html"
@@ -82,13 +83,13 @@ def _speed_rule(facts: dict[str, Any]) -> str:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json and report.html, each complete or not at all."""
+    """Write report.json, report.html, report.csv and report.tex, each complete or not at all."""
     from .report_html import render_page
 
-    for name, text in ((REPORT_NAME, json.dumps(report, indent=2) + "\n"), (PAGE_NAME, render_page(report))):
-        partial = folder / (name + ".incomplete")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / name)
+    write_whole(folder / CSV_NAME, csv_text(report))
+    write_whole(folder / TEX_NAME, latex_text(report))
+    write_whole(folder / PAGE_NAME, render_page(report))
+    write_whole(folder / REPORT_NAME, json.dumps(report, indent=2) + "\n")  # last: where it is, all are
 
 
 def divergence_lines(report: dict[str, Any]) -> list[str]:

@@ -3,7 +3,13 @@
 from html import escape
 from typing import Any
 
-from .plots import by_benchmark, plot_budgets, plot_positions, plot_stages
+from dflash_kit.acceptance import AR
+
+from .drawn_tree import tree_html
+from .examples import examples_html
+from .live import method_label
+from .page import cards, facts, figure, grid, note, page, section, table
+from .plots import LEAST_ROUNDS, by_benchmark, plot_budgets, plot_depths, plot_positions, plot_speedups, plot_stages
 from .report import CUT_RULE, SPEED_RULE, divergence_lines, table_row
 
 HEADINGS = (
@@ -19,68 +25,75 @@ HEADINGS = (
     "speed-up",
     "differing tokens",
 )
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1e293b; background: #fff; max-width: 72rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #e2e8f0; white-space: nowrap; }
-th:nth-child(1), td:nth-child(1), th:nth-child(2), td:nth-child(2) { text-align: left; }
-tr.first td { border-top: 2px solid #94a3b8; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } dt { color: #64748b; }
-dd { margin: 0; overflow-wrap: anywhere; } figure { margin: 1rem 0; } figcaption, .note { color: #64748b; }
-.pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair figure { flex: 1 1 26rem; }
-svg { width: 100%; height: auto; max-width: 44rem; } .warning { color: #b45309; }
-"""
+BUDGET_CAPTION = "DDTree, pooled mean with its 95 % bootstrap interval over prompts; dashed: the chain."
+DEPTH_CAPTION = (
+    "By position: share of all rounds that accepted the token there; the shares add up to τ − 1. By depth: of the rounds "
+    f"that accepted everything above it, the share that accepts there, too, as far as {LEAST_ROUNDS} rounds came."
+)
 
 
 def render_page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     results = report["results"]
+    examples, tree = examples_html(report.get("examples") or []), tree_html(report.get("tree"))
+    sections = [("results", "Results"), ("budgets", "Budgets"), ("benchmarks", "By benchmark")]
+    sections += [("examples", "Examples")] if examples else []
+    sections += [("tree", "One tree")] if tree else []
     parts = [
-        f"<h1>Drafter {escape(str(report['checkpoint']))} on {escape(str(report['target']))}</h1>",
         *(f'<p class="warning">Warning: {escape(text)}</p>' for text in report.get("warnings", ())),
-        _facts(report),
-        "<h2>Results</h2>",
+        cards(_best(results)),
+        facts(report.get("run", {}).items()),
+        section("results", "Results"),
         _table(results),
-        f'<p class="note">{escape(CUT_RULE)}</p>',
-        f'<p class="note">{escape(report.get("speeds", SPEED_RULE))}</p>',
-        *(f'<p class="note">{escape(line)}</p>' for line in divergence_lines(report)),
-        "<h2>Acceptance length by budget</h2>",
-        _figure(
-            plot_budgets(results),
-            "DDTree, pooled mean with its 95 % bootstrap interval over prompts; dashed: the chain.",
+        note(CUT_RULE),
+        note(report.get("speeds", SPEED_RULE)) if any(entry["tokens_per_s"] for entry in results) else "",
+        *(note(line) for line in divergence_lines(report)),
+        figure(plot_speedups(results), "Speed-up over the same engine's autoregressive loop."),
+        section("budgets", "Acceptance length and speed by budget"),
+        grid(
+            [
+                figure(plot_budgets(results, "acceptance_length_pooled", "acceptance length τ"), BUDGET_CAPTION),
+                figure(
+                    plot_budgets(results, "tokens_per_s", "tokens per second"), "Tokens per second; dashed: the chain."
+                ),
+            ]
         ),
+        section("benchmarks", "By benchmark"),
+        note(DEPTH_CAPTION),
+        *(_benchmark(name, entries) for name, entries in by_benchmark(results).items()),
+        section("examples", "Examples") + examples if examples else "",
+        section("tree", "One tree of the run") + tree if tree else "",
     ]
+    return page(str(report["checkpoint"]), f"A drafter for {report['target']}", [p for p in parts if p], sections)
+
+
+def _best(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The longest rounds, or the fastest method where it was timed, of each benchmark."""
+    found = []
     for benchmark, entries in by_benchmark(results).items():
-        stages = plot_stages(entries, benchmark)
-        parts.append(f"<h2>{escape(benchmark)}</h2>")
-        parts.append('<div class="pair">')
-        parts.append(_figure(plot_positions(entries, benchmark), "Acceptance per position."))
-        if stages:
-            parts.append(_figure(stages, "Time by stage."))
-        parts.append("</div>")
-    title = escape(f"{report['checkpoint']} on {report['target']}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+        drafted = [e for e in entries if e["method"] != AR and e["acceptance_length_pooled"] is not None]
+        if not drafted:
+            continue
+        best = max(drafted, key=lambda e: (e["speedup"] or 0.0, e["acceptance_length_pooled"]))
+        label = method_label((best["method"], best["budget"]))
+        length = f"τ {best['acceptance_length_pooled']:.2f}"
+        value = length if best["speedup"] is None else f"{best['speedup']:.2f}×"
+        words = label if best["speedup"] is None else f"{label}, {length}"
+        found.append((value, f"{benchmark}: {words}"))
+    return found
 
 
-def _facts(report: dict[str, Any]) -> str:
-    shown = {k: v for k, v in report.get("run", {}).items() if v is not None}
-    pairs = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in shown.items())
-    return f"<dl>{pairs}</dl>" if pairs else ""
+def _benchmark(name: str, entries: list[dict[str, Any]]) -> str:
+    stages = plot_stages(entries, name)
+    figures = [figure(plot_positions(entries, name), ""), figure(plot_depths(entries, name), "")]
+    if stages:
+        figures.append(figure(stages, "Time of a round by stage."))
+    return f"<h3>{escape(name)}</h3>{grid(figures, three=True)}"
 
 
 def _table(results: list[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEADINGS)
     rows, last = [], None
     for entry in results:
-        first = entry["benchmark"] != last
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in table_row(entry, first=first))
-        rows.append(f"<tr{' class=' + chr(34) + 'first' + chr(34) if first else ''}>{cells}</tr>")
+        rows.append(table_row(entry, first=entry["benchmark"] != last))
         last = entry["benchmark"]
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    return table(HEADINGS, rows, text_columns=2)

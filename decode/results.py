@@ -191,6 +191,11 @@ class ResultStore:
             reason = str(error) or type(error).__name__
             raise KitError(f"{self._file} is not a results file ({reason}); name a new folder with --out") from error
         there = self._settings if there is None else there
+        if there.get("checkpoint_hash") != self._settings.get("checkpoint_hash"):
+            raise KitError(
+                f"report folder {self.folder} belongs to another checkpoint (checkpoint_hash {there.get('checkpoint_hash')} "
+                f"there, {self._settings.get('checkpoint_hash')} now); name a new folder with --out"
+            )
         for name in sorted(set(there) | set(self._settings)):
             if there.get(name) != self._settings.get(name):
                 raise KitError(
@@ -204,6 +209,19 @@ class ResultStore:
                     "twice; delete one of the two lines, or name a new folder with --out"
                 )
             self._keep(result)
+
+
+def read_results(folder: Path) -> list[PromptResult]:
+    """Results of an evaluation that has ended, whatever its settings.
+
+    Raises:
+        KitError: there is no such file, or it is none of results.
+    """
+    file = folder / RESULTS_NAME
+    try:
+        return _parse(file.read_bytes())[1]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise KitError(f"{file} cannot be read ({str(error) or type(error).__name__}); evaluate again") from error
 
 
 def _parse(content: bytes) -> tuple[dict[str, Any] | None, list[PromptResult]]:

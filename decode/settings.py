@@ -8,12 +8,14 @@ from typing import Any, Literal
 from dflash_kit.acceptance import AR, CHAIN, DDTREE
 from dflash_kit.errors import KitError, require_folder_name
 
+from .modes import check_modes, default_folder
 from .sampling import Sampling
 
 METHOD_NAMES = (AR, CHAIN, DDTREE)
 # Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
 PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
+PLACE_FIELDS |= {"watch", "watch_timeout_s", "watch_poll_s"}
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
@@ -25,16 +27,26 @@ MAX_BUDGET = 4096
 class EvalConfig:
     """Measure a drafter: acceptance, speed, and that the output is the target's own."""
 
-    ckpt: str
-    """Drafter checkpoint: the folder that training wrote, or any in the published layout."""
+    ckpt: str = ""
+    """Drafter checkpoint: the folder that training wrote, any in the published layout, or a hub id. Several with commas
+    between them are evaluated alike and compared; each has its report in OUT/NAME."""
+    watch: str | None = None
+    """Instead of ckpt: OUT of a training run that is going on (or OUT.state, or a folder of checkpoints). Each new
+    checkpoint is evaluated as it appears, until the finished drafter has been."""
+    watch_timeout_s: float | None = None
+    """With watch: end with an error after so long without a new checkpoint or another sign of training; unset: 3600."""
+    watch_poll_s: float | None = None
+    """With watch: seconds between looks for new checkpoints; unset: 5."""
     target: str | None = None
     """Target: a folder or hub id; unset: the one that the checkpoint says it was trained for."""
     target_revision: str | None = None
     """Revision of a hub id."""
     benchmarks: str = "gsm8k,humaneval,mt-bench"
-    """Names with commas between them, or paths of JSONL files (rows with `prompt`, `turns` or `messages`)."""
+    """With commas between them: bundled ones (gsm8k, humaneval, mt-bench, aime25); ones of the hub (math500, aime24, mbpp,
+    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or hf:org/name[:config
+    [:split]] (rows with `prompt`, `turns` or `messages`)."""
     limit: int | None = None
-    """Prompts of each benchmark, or rows of the shards, at most; unset: all."""
+    """Prompts of each benchmark, or rows of the shards, at most; unset: all, of a benchmark of the hub the published 128."""
     max_new_tokens: int = 2048
     """Tokens of a response at most."""
     temperature: float = 0.0
@@ -53,7 +65,7 @@ class EvalConfig:
     """Seed of sampling; every response has its own stream."""
     out: str | None = None
     """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report,
-    or CKPT-replay with replay."""
+    or CKPT-replay with replay; of several the first, with -compared before that; with watch RUN-watch."""
     replay: str | None = None
     """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
     no speeds."""
@@ -79,6 +91,7 @@ class EvalConfig:
     """Check everything, say what would be done, and write nothing."""
 
     def __post_init__(self) -> None:
+        check_modes(self)
         if self.out is not None:
             require_folder_name("out", self.out)
         if self.push_dry_run and self.push_to_hub is None:
@@ -141,8 +154,7 @@ class EvalConfig:
     @property
     def out_folder(self) -> Path:
         """Where the report goes."""
-        beside = "-report" if self.replay is None else "-replay"
-        return Path(self.out) if self.out is not None else Path(str(Path(self.ckpt)) + beside)
+        return Path(self.out) if self.out is not None else default_folder(self)
 
     def decoding_methods(self, num_draft_tokens: int) -> list[tuple[str, int]]:
         """Name and budget of everything to decode with, the baseline first."""

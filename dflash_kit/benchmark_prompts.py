@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dflash_kit.benchmark_hub import HUB_BENCHMARKS, HUB_PREFIX, MATH_SUFFIX, PUBLISHED_PROMPTS, load_rows, open_hub
 from dflash_kit.errors import KitError
 
 SHUFFLE_SEED = 0
 """A limited benchmark is the first rows after this shuffle, as in the published protocol."""
 
-MATH_SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CODE_PREFIX = "Write a solution to the following problem and make sure that it passes the tests:\n"
 
 
@@ -35,26 +36,70 @@ def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]
     """Load a benchmark by name, or any JSONL file by path (rows with `prompt`, `turns` or user `messages`).
 
     Args:
-        name: a name in `BENCHMARKS`, or a path that ends in .jsonl.
-        limit: most prompts to return; a smaller number than there are selects after a shuffle with seed 0.
+        name: a name in `BENCHMARKS` or `HUB_BENCHMARKS`; `NAME=PLACE` for one of the latter with its data elsewhere; a path
+            that ends in .jsonl; or `hf:org/name[:config[:split]]` with rows as in a JSONL file.
+        limit: most prompts to return; a smaller number than there are selects after a shuffle with seed 0. None: all that
+            are bundled or in a file, the published number of one that comes from the hub.
 
     Raises:
-        KitError: unknown name, a limit below 1, or an unusable file (with its line number).
+        KitError: unknown name, a limit below 1, an unusable file (with its line number), or no way to the hub.
     """
     if limit is not None and limit < 1:
         raise KitError(f"limit of benchmark {name} is {limit}; give at least 1, or none for all prompts")
+    known, equals, place = name.partition("=")
+    if known in HUB_BENCHMARKS:
+        prompts = list(_published_prompts(known, place if equals else None))
+        return _selected(prompts, PUBLISHED_PROMPTS if limit is None else limit)
+    if equals and known in BENCHMARKS:
+        raise KitError(f"benchmark {known} is bundled; leave out '={place}', or name the file alone")
+    if name.startswith(HUB_PREFIX):
+        rows = open_hub(name)
+        return _selected(
+            _read_rows(((f"row {i}", row) for i, row in enumerate(rows, start=1)), name, _turns_of_any_row), limit
+        )
     if name in BENCHMARKS:
         file, to_turns = BENCHMARKS[name]
         path = data_folder() / file
     elif name.endswith(".jsonl"):
         path, to_turns = Path(name), _turns_of_any_row
     else:
-        raise KitError(f"unknown benchmark '{name}'; known: {', '.join(BENCHMARKS)}, or the path of a .jsonl file")
-    prompts = _read_prompts(path, to_turns)
+        known_names = ", ".join([*BENCHMARKS, *HUB_BENCHMARKS])
+        raise KitError(
+            f"unknown benchmark '{name}'; known: {known_names}, or the path of a .jsonl file, or hf:org/name"
+        )
+    return _selected(_read_prompts(path, to_turns), limit)
+
+
+def benchmark_label(name: str) -> str:
+    """What reports call a benchmark: its name without the place of its data."""
+    known, equals, _ = name.partition("=")
+    return known if equals and known in HUB_BENCHMARKS else name
+
+
+def _selected(prompts: list[BenchmarkPrompt], limit: int | None) -> list[BenchmarkPrompt]:
     if limit is None or limit >= len(prompts):
         return prompts
     random.Random(SHUFFLE_SEED).shuffle(prompts)
     return prompts[:limit]
+
+
+@lru_cache(maxsize=8)
+def _published_prompts(name: str, place: str | None) -> tuple[BenchmarkPrompt, ...]:
+    """All prompts of a benchmark of the hub; read once, as decoding, the report and a watch ask for them again."""
+    prompts: list[BenchmarkPrompt] = []
+    seen: set[str] = set()
+    for row_id, turn in load_rows(name, HUB_BENCHMARKS[name], place):
+        unique = row_id if row_id not in seen else f"{row_id}-{len(seen)}"
+        seen.add(unique)
+        prompt = BenchmarkPrompt(id=unique, turns=(turn,))
+        try:
+            _require_unicode(prompt)
+        except ValueError as err:
+            raise KitError(f"data of benchmark {name}: row {unique}: {err}") from err
+        prompts.append(prompt)
+    if not prompts:
+        raise KitError(f"benchmark {name} holds no prompts")
+    return tuple(prompts)
 
 
 def data_folder() -> Path:
@@ -73,26 +118,35 @@ def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -
         raise KitError(f"cannot read benchmark {path}: {err.strerror}") from err
     except UnicodeDecodeError as err:
         raise KitError(f"benchmark {path} is not UTF-8 text") from err
+    whole = ((f"line {number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    return _read_rows(whole, str(path), to_turns)
+
+
+def _read_rows(
+    rows: Iterable[tuple[str, str | dict[str, Any]]], source: str, to_turns: Callable[[dict[str, Any]], list[str]]
+) -> list[BenchmarkPrompt]:
+    """Prompts of rows, each given with its place and as an object or as a line of JSON."""
     prompts: list[BenchmarkPrompt] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    place_of_id: dict[str, str] = {}
+    for place, value in rows:
         try:
-            row = json.loads(line)
-            prompt = BenchmarkPrompt(id=str(row.get("id", f"line-{number}")), turns=tuple(to_turns(row)))
+            row = json.loads(value) if isinstance(value, str) else _without_nulls(value)
+            prompt = BenchmarkPrompt(id=str(row.get("id", place.replace(" ", "-"))), turns=tuple(to_turns(row)))
             _require_unicode(prompt)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
-            raise KitError(
-                f"{path} line {number}: {err}; a row is a JSON object with prompt, turns or messages"
-            ) from err
-        if prompt.id in line_of_id:
-            raise KitError(f"{path} line {number}: id '{prompt.id}' was used in line {line_of_id[prompt.id]}")
-        line_of_id[prompt.id] = number
+            raise KitError(f"{source} {place}: {err}; a row is a JSON object with prompt, turns or messages") from err
+        if prompt.id in place_of_id:
+            raise KitError(f"{source} {place}: id '{prompt.id}' was used in {place_of_id[prompt.id]}")
+        place_of_id[prompt.id] = place
         prompts.append(prompt)
     if not prompts:
-        raise KitError(f"benchmark {path} holds no prompts")
+        raise KitError(f"benchmark {source} holds no prompts")
     return prompts
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A data set has every column in every row."""
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _require_unicode(prompt: BenchmarkPrompt) -> None:

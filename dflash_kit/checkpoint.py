@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .errors import KitError, require_dir_empty
 from .finite import is_finite
+from .foreign_config import own_name
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -107,6 +108,8 @@ def _read_object(file: Path) -> dict[str, Any] | None:
 def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a checkpoint, with names and shapes exactly as expected (also from several safetensors files).
 
+    Copies of the target's embedding and head, as other trainers write them, are left out.
+
     Args:
         expected: the drafter's own state dict; only names and shapes are used.
 
@@ -118,7 +121,8 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
     for file in files:
         try:
             with safe_open(str(file), framework="pt") as tensors:
-                found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+                names = {name: own_name(name) for name in tensors.keys()}  # noqa: SIM118
+                found.update({own: tensors.get_tensor(name) for name, own in names.items() if own is not None})
         except (SafetensorError, OSError) as error:
             raise KitError(f"{file} cannot be read as safetensors: {error}") from error
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -137,6 +141,18 @@ def read_tensors(folder: str | Path, expected: Mapping[str, Tensor]) -> dict[str
                 f"checkpoint {folder}: {name} holds NaN or infinity, so its drafts mean nothing; take an earlier checkpoint"
             )
     return found
+
+
+def borrowed_tensors(folder: str | Path) -> list[str]:
+    """Names of a checkpoint's tensors that are not read, since a drafter borrows them from its target."""
+    found = []
+    for file in _tensor_files(Path(folder)):
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                found += [name for name in tensors.keys() if own_name(name) is None]  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise KitError(f"{file} cannot be read as safetensors: {error}") from error
+    return sorted(found)
 
 
 def weights_sha256(folder: str | Path) -> str:

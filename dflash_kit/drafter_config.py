@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import KitError
+from .foreign_config import published_layout
 from .raw_config import RawConfig
 from .target import TargetSpec, tap_layer_ids
 
@@ -114,10 +115,13 @@ class DrafterConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "DrafterConfig":
         """Read a published ``config.json``: ``block_size`` at the top (older) or inside ``dflash_config`` (newer).
 
+        One of speculators is brought into that layout first; see ``foreign_config``.
+
         Raises:
             KitError: a missing key, a value of a wrong type or outside its range (key, value and range are named), or
                 a rotary embedding that this drafter does not have.
         """
+        raw = published_layout(raw)
         top = RawConfig(raw, WHAT)
         nested = top.mapping("dflash_config")
         both = RawConfig({**raw, **nested}, WHAT, "at the top level or in dflash_config")

@@ -8,12 +8,13 @@ HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 """All that is fetched of a hub id; the index names the files of weights that are split."""
 
 
-def checkpoint_folder(name: str | Path, what: str = "checkpoint") -> Path:
+def checkpoint_folder(name: str | Path, what: str = "checkpoint", more_files: tuple[str, ...] = ()) -> Path:
     """The folder itself, or the files of a hub id in the hub's cache.
 
     Args:
         name: folder or ``organisation/name``.
         what: what it is called in messages.
+        more_files: names of files to fetch beside them, where they are.
 
     Raises:
         KitError: neither a folder nor a hub id, or one that cannot be fetched.
@@ -26,7 +27,7 @@ def checkpoint_folder(name: str | Path, what: str = "checkpoint") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(text, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(text, allow_patterns=[*HUB_FILES, *more_files]))
     except Exception as error:  # the hub's client raises its HTTP library's errors, which differ by version
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise KitError(f"{what} {text!r} is no folder here and cannot be fetched from the hub: {first}") from error

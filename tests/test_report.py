@@ -95,11 +95,12 @@ def test_replayed_report_has_no_speeds() -> None:
 def test_files_and_page(tmp_path: Path, timed: bool) -> None:
     report = make_report(timed=timed)
     write_report(tmp_path, report)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+    names = ["report.csv", "report.html", "report.json", "report.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert json.loads((tmp_path / "report.json").read_text()) == report
     page = (tmp_path / "report.html").read_text()
-    # Budget curve, then positions and (with times) stages for each of the two benchmarks.
-    assert page.count("<svg") == page.count("</svg>") == (5 if timed else 3)
+    # τ over budgets, positions and depths of two benchmarks; with times also tokens/s, speed-up and stages.
+    assert page.count("<svg") == page.count("</svg>") == (9 if timed else 5)
     assert not re.search(r"<(script|link|img|iframe|object)\b", page)
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", page)  # only ids inside the page itself
     assert not re.search(r"(url\(|@import)\s*['\"]?(?!#)[a-z]", page)

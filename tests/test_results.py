@@ -48,6 +48,17 @@ def test_a_repeated_prompt_is_refused(tmp_path: Path) -> None:
         ResultStore(tmp_path, SETTINGS)
 
 
+def test_results_of_another_checkpoint_are_left_alone(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path, SETTINGS | {"checkpoint_hash": "a", "budgets": [4]})
+    store.open()
+    store.add(result("one"))
+    store.close()
+    before = (tmp_path / RESULTS_NAME).read_bytes()
+    with pytest.raises(KitError, match="belongs to another checkpoint .checkpoint_hash a there, b now"):
+        ResultStore(tmp_path, SETTINGS | {"checkpoint_hash": "b", "budgets": [8]})
+    assert (tmp_path / RESULTS_NAME).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "content",
     [
