@@ -84,7 +84,9 @@ def main() -> None:
         "prompts": len(prompts),
         "new_tokens": sum(len(tokens) for tokens in said[0]),
         "repetitions": arguments.repetitions,
-        "responses_differing": sum(answer != other for answers in said for answer, other in zip(answers, said[0], strict=True)),
+        "responses_differing": sum(
+            answer != other for answers in said for answer, other in zip(answers, said[0], strict=True)
+        ),
         "calibrations": [table.to_dict() for table in tables],
         "methods": {f"{m.name}-{m.budget}": figures(found, m, drafter.config.num_draft_tokens) for m in methods},
         "chosen_budgets": summarise_choices([g.log for repetition in found for g in repetition[methods[-1]]]),
@@ -131,7 +133,9 @@ def figures(found: list[Repetition], method: Method, num_draft_tokens: int) -> d
     return {
         "acceptance_length": statistics.mean(part.acceptance_length_pooled or 0.0 for part in parts),
         "rounds": [part.rounds for part in parts],
-        "ms_per_round": {stage: spread([part.ms_per_round[stage] for part in parts]) for stage in parts[0].ms_per_round},
+        "ms_per_round": {
+            stage: spread([part.ms_per_round[stage] for part in parts]) for stage in parts[0].ms_per_round
+        },
         "tokens_per_s": spread([part.tokens_per_s or 0.0 for part in parts]),
     }
 

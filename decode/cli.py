@@ -1,5 +1,6 @@
 """The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
 
+import functools
 import sys
 from contextlib import closing
 from typing import Any
@@ -16,6 +17,7 @@ from dflash_kit.publish import check_publication, plan_publication, push
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
+from .auto_report import keep_costs, read_costs
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
@@ -78,6 +80,8 @@ def _report(
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
+    if config.auto_cap is not None:
+        report["auto_costs"] = read_costs(config.out_folder)
     try:
         write_report(config.out_folder, report)
     except OSError as error:
@@ -111,6 +115,8 @@ def _decode(
         return None
     if done < num_prompts:
         engine = _engine(config, inputs, methods, device, dtype)
+        if isinstance(engine, Engine):
+            engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
         with EvaluationProgress(num_prompts, done) as progress:
             evaluation = LiveEvaluation(
                 engine,

@@ -179,7 +179,11 @@ class Engine:
         with clock("draft"):
             draft_logits = self._draft(anchor) if method.budget else None
         with clock("build"):
-            tree = self.auto_budget.tree(draft_logits) if is_auto and draft_logits is not None else _tree(draft_logits, method)
+            tree = (
+                self.auto_budget.tree(draft_logits)
+                if is_auto and draft_logits is not None
+                else _tree(draft_logits, method)
+            )
         with clock("verify"):
             logits = self.target.verify(anchor, tree)
         with clock("walk"):

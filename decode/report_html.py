@@ -3,6 +3,7 @@
 from html import escape
 from typing import Any
 
+from .auto_report import budget_lines, render_auto
 from .plots import by_benchmark, plot_budgets, plot_positions, plot_stages
 from .report import CUT_RULE, SPEED_RULE, divergence_lines, table_row
 
@@ -45,7 +46,8 @@ def render_page(report: dict[str, Any]) -> str:
         _table(results),
         f'<p class="note">{escape(CUT_RULE)}</p>',
         f'<p class="note">{escape(SPEED_RULE)}</p>',
-        *(f'<p class="note">{escape(line)}</p>' for line in divergence_lines(report)),
+        *(f'<p class="note">{escape(line)}</p>' for line in [*budget_lines(report), *divergence_lines(report)]),
+        render_auto(report),
         "<h2>Acceptance length by budget</h2>",
         _figure(
             plot_budgets(results),
