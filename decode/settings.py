@@ -29,6 +29,7 @@ class EvalConfig:
     """Measure a drafter: acceptance, speed, and that the output is the target's own."""
 
     FLAG_ALIASES: ClassVar[dict[str, str]] = {"budget": "budgets"}
+    """Further names of flags."""
 
     ckpt: str
     """Drafter checkpoint: the folder that training wrote, or any in the published layout."""
