@@ -79,7 +79,8 @@ def measure_costs(
         cap: largest tree.
         now_s: clock; it must wait for the device.
     """
-    sizes, draft_s, verify_s = [min(cap, size) for size in _doubling(cap)], float("inf"), {}
+    sizes, draft_s = [min(cap, size) for size in _doubling(cap)], float("inf")
+    verify_s: dict[int, float] = {}
     for _ in range(REPETITIONS):
         start_s = now_s()
         logits = draft()
