@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_kit.acceptance import DDTREE, DDTREE_AUTO
+from dflash_kit.errors import KitError
 
 from .auto_budget import CostTable, summarise_choices
 from .results import PromptResult
@@ -17,16 +18,25 @@ Entry = dict[str, Any]
 
 
 def keep_costs(folder: Path, table: CostTable) -> None:
-    """Add a calibration to the report folder."""
-    with (folder / COSTS_NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(table.to_dict()) + "\n")
+    """Add a calibration to the report folder.
+
+    Raises:
+        KitError: it cannot be written.
+    """
+    path = folder / COSTS_NAME
+    try:
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(table.to_dict()) + "\n")
+    except OSError as error:
+        raise KitError(f"{path} cannot be written: {error.strerror}; free some space and run again") from error
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
     """Calibrations in the order that they were made; a line that a kill left unfinished is passed over."""
     path = folder / COSTS_NAME
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def chosen_budgets(results: Iterable[PromptResult], method: tuple[str, int]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from drafting import OracleEngine, decode_once, generate, tiny_drafter
 from test_eval_cli import evaluate, made, read_report, read_results
 
 from decode.auto_budget import AutoBudget, CostTable, RunningCosts, measure_costs, summarise_choices
-from decode.auto_report import COSTS_NAME, budget_lines
+from decode.auto_report import COSTS_NAME, budget_lines, keep_costs, read_costs
 from decode.engine import Method
 from decode.fused_engine import reason_against
 from decode.target_runner import TargetRunner
 from dflash_kit.acceptance import DDTREE_AUTO, RoundLog
+from dflash_kit.errors import KitError
 from dflash_kit.target import load_target
 from dflash_kit.tree import Tree, build_tree
 
@@ -198,6 +199,18 @@ def test_the_command_reports_what_was_chosen(made: Path, tmp_path: Path, capsys:
     assert evaluate(made, out, "--budgets=auto,16,4") == 0
     again = read_report(out)
     assert (again["results"], again["auto_costs"]) == (report["results"], report["auto_costs"])
+
+
+def test_a_kill_while_costs_are_written_loses_that_line_only(tmp_path: Path) -> None:
+    tables = [CostTable(n, 0.5, (0, 4), (1.0, 2.0)) for n in (10, 20, 40)]
+    keep_costs(tmp_path, tables[0])
+    with (tmp_path / COSTS_NAME).open("a") as file:
+        file.write('{"context_tokens": 20, "draft')
+    assert read_costs(tmp_path) == [tables[0].to_dict()]
+    keep_costs(tmp_path, tables[2])
+    assert read_costs(tmp_path) == [tables[0].to_dict(), tables[2].to_dict()]
+    with pytest.raises(KitError, match="cannot be written"):
+        keep_costs(tmp_path / "absent", tables[0])
 
 
 def test_what_cannot_choose_is_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
