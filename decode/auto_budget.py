@@ -23,8 +23,9 @@ from dflash_kit.tree import Tree, build_tree, empty_tree
 
 FIXED_STAGES, ROW_STAGES = ("draft", "build", "commit"), ("verify", "walk")
 """Stages that take as long whatever the tree, and those that grow with it."""
-REPETITIONS = 3
-"""Passes of each size in a calibration; the fastest counts, since other work on the machine only ever adds."""
+REPETITIONS, REPETITIONS_LARGE = 7, 2
+"""Passes of each size in a calibration, and of those above LARGE; the fastest counts, since other work only ever adds."""
+LARGE = 64
 SMALLEST_RUNG = 4
 FIRST_SIZE = 32
 MEMORY_ROUNDS = 32
@@ -81,7 +82,9 @@ def measure_costs(
     """
     sizes, draft_s = [min(cap, size) for size in _doubling(cap)], float("inf")
     verify_s: dict[int, float] = {}
-    for _ in range(REPETITIONS):
+    for repetition in range(REPETITIONS):
+        if repetition == REPETITIONS_LARGE:
+            sizes = [size for size in sizes if size <= LARGE]
         start_s = now_s()
         logits = draft()
         draft_s = min(draft_s, now_s() - start_s)
@@ -93,7 +96,7 @@ def measure_costs(
             if draft_s + verify_s[size] > (len(logits) + 1) * (draft_s + verify_s[0]):
                 sizes = [s for s in sizes if s <= size]
                 break
-    return CostTable(context_tokens, draft_s, tuple(sizes), tuple(verify_s[size] for size in sizes))
+    return CostTable(context_tokens, draft_s, tuple(verify_s), tuple(verify_s.values()))
 
 
 def _doubling(most: int) -> list[int]:
