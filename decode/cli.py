@@ -1,5 +1,6 @@
 """The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
 
+import functools
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dflash_kit.publish import check_publication, plan_publication, push
 from dflash_kit.target import load_config, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
+from .auto_report import keep_costs, read_costs
 from .batch_engine import BatchEngine
 from .batch_live import BatchEvaluation, batch_sizes
 from .batch_memory import describe_batch, require_batch_fits
@@ -110,6 +112,8 @@ def _report(
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
+    if config.auto_cap is not None:
+        report["auto_costs"] = read_costs(config.out_folder)
     report |= illustrations(config, inputs, results, report)
     try:
         write_report(config.out_folder, report)
@@ -151,6 +155,8 @@ def _decode(
         return None
     if done < num_prompts:
         engine = _engine(config, inputs, methods, device, dtype, num_prompts - done)
+        if isinstance(engine, Engine):
+            engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
         with EvaluationProgress(num_prompts, done) as progress:
             if isinstance(engine, BatchEngine):
                 require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kit.acceptance import CHAIN, RoundLog
+from dflash_kit.acceptance import CHAIN, DDTREE_AUTO, RoundLog
 from dflash_kit.drafter import DraftCache, Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import Tree, build_tree, chain_tree, empty_tree
 
+from .auto_budget import AutoBudget, CostTable, measure_costs
 from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
 from .walk import Walk, walk
@@ -31,7 +32,7 @@ STAGES = ("draft", "build", "verify", "walk", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How to draft: "ar" with budget 0, "chain" with budget B - 1, or "ddtree" with any budget."""
+    """How to draft: "ar" with budget 0, "chain" with budget B - 1, "ddtree" with any budget, or "ddtree-auto" up to one."""
 
     name: str
     budget: int
@@ -81,6 +82,7 @@ class Engine:
         self.eos_token_ids, self.max_context = frozenset(eos_token_ids), max_context
         self._draft_cache: DraftCache | None = None
         self._prefix: Prefix | None = None
+        self.auto_budget = AutoBudget()
 
     def prefill(self, prompt_ids: list[int], max_new_tokens: int, max_budget: int, prompt_id: str = "") -> Prefix:
         """Run the target and the drafter's context pass over a prompt.
@@ -136,6 +138,13 @@ class Engine:
             self._draft_cache.length = prefix.num_tokens
         tokens = choose_tokens(prefix.logits[None], sampling, generator)
         num_accepted: list[int] = []
+        is_auto = method.name == DDTREE_AUTO
+        if is_auto:
+            self.auto_budget.prepare(
+                (sampling, method.budget),
+                prefix.num_tokens,
+                lambda: self._measure_costs(tokens[-1], method.budget, sampling),
+            )
         cut, clock, start_s = None, StageClock(self.now_s), self.now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:
             limit = prefix.max_new_tokens - len(tokens)
@@ -151,6 +160,7 @@ class Engine:
             cut=cut,
             stage_s=clock.seconds,
             decode_s=self.now_s() - start_s,
+            budgets=tuple(self.auto_budget.chosen) if is_auto else (),
         )
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
@@ -165,10 +175,15 @@ class Engine:
         generator: torch.Generator | None,
         clock: "StageClock",
     ) -> Walk:
+        is_auto, before_s = method.name == DDTREE_AUTO, dict(clock.seconds)
         with clock("draft"):
             draft_logits = self._draft(anchor) if method.budget else None
         with clock("build"):
-            tree = _tree(draft_logits, method)
+            tree = (
+                self.auto_budget.tree(draft_logits)
+                if is_auto and draft_logits is not None
+                else _tree(draft_logits, method)
+            )
         with clock("verify"):
             logits = self.target.verify(anchor, tree)
         with clock("walk"):
@@ -178,7 +193,24 @@ class Engine:
             taps = self.target.commit(done.rows)
             if method.budget:
                 self._extend(taps)
+        if is_auto:
+            self.auto_budget.observe(tree, {stage: clock.seconds[stage] - before_s[stage] for stage in STAGES})
         return done
+
+    @torch.no_grad()
+    def _measure_costs(self, anchor: int, cap: int, sampling: Sampling) -> CostTable:
+        """Time a draft and verifications behind the committed tokens; nothing is committed."""
+
+        def verify(tree: Tree) -> None:
+            walk(tree, choose_tokens(self.target.verify(anchor, tree), sampling), eos_token_ids=(), limit=len(tree) + 1)
+
+        return measure_costs(
+            lambda: self._draft(anchor),
+            verify,
+            context_tokens=self.target.num_committed,
+            cap=cap,
+            now_s=self.now_s,
+        )
 
     def _draft(self, anchor: int) -> Tensor:
         """Draft logits (M, V) of the block behind the committed tokens; slot 0 (the anchor) predicts none."""
@@ -243,6 +275,7 @@ def require_finite(logits: Tensor, prompt_id: str) -> None:
 def _tree(draft_logits: Tensor | None, method: Method) -> Tree:
     if draft_logits is None:
         return empty_tree()
+    assert method.name != DDTREE_AUTO, "its trees come from AutoBudget"
     return chain_tree(draft_logits) if method.name == CHAIN else build_tree(draft_logits, method.budget)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kit.acceptance import CHAIN, RoundLog
+from dflash_kit.acceptance import CHAIN, DDTREE_AUTO, RoundLog
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 
@@ -35,6 +35,8 @@ def reason_against(
     """Why the fused engine cannot do this job; None when it can."""
     if temperature > 0:
         return "it decodes greedily, and the temperature is above 0"
+    if any(name == DDTREE_AUTO for name, _ in methods):
+        return "it has one graph for each budget and does not choose one each round, as budgets auto asks"
     if drafter.config.block_size > MAX_BLOCK_SIZE:
         return f"the block size is {drafter.config.block_size}, above {MAX_BLOCK_SIZE}"
     if max(budget for _, budget in methods) > MAX_BUDGET:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dflash_kit.acceptance import AR, Acceptance, require_identity, summarise
 
+from .auto_report import budget_lines, chosen_budgets, mark_best
 from .files import write_whole
 from .live import method_label
 from .report_tables import CSV_NAME, TEX_NAME, csv_text, latex_text
@@ -70,8 +71,10 @@ def build_report(
                     "speedup": summary.speedup_over(baseline) if baseline is not None else None,
                     "differing_tokens": differs,
                     **({} if differs is None else _divergence(of_benchmark, method, differs)),
+                    **chosen_budgets(of_benchmark, method),
                 }
             )
+    mark_best(entries)
     for entry in entries:
         require_identity(entry["acceptance_length_pooled"], entry["position_rates"])
     return {**facts, "cut_rounds": CUT_RULE, "speeds": _speed_rule(facts), "results": entries}
@@ -138,7 +141,7 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     )
     if batch_size > 1:
         console.print(BATCH_RULE.format(batch_size), highlight=False)
-    for line in divergence_lines(report):
+    for line in [*budget_lines(report), *divergence_lines(report)]:
         console.print(escape(line), highlight=False)
 
 
@@ -147,7 +150,7 @@ def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:
     interval = entry["acceptance_length_pooled_ci95"] if entry["method"] != AR else None
     return [
         entry["benchmark"] if first else "",
-        method_label((entry["method"], entry["budget"])),
+        method_label((entry["method"], entry["budget"])) + ("*" if entry.get("best_budget") else ""),
         str(entry["prompts"]),
         str(entry["rounds"]),
         _number(entry["acceptance_length_pooled"], 2),

@@ -5,6 +5,7 @@ from typing import Any
 
 from dflash_kit.acceptance import AR
 
+from .auto_report import budget_lines, render_auto
 from .drawn_tree import tree_html
 from .examples import examples_html
 from .live import method_label
@@ -47,7 +48,8 @@ def render_page(report: dict[str, Any]) -> str:
         _table(results),
         note(CUT_RULE),
         note(report.get("speeds", SPEED_RULE)) if any(entry["tokens_per_s"] for entry in results) else "",
-        *(note(line) for line in divergence_lines(report)),
+        *(note(line) for line in [*budget_lines(report), *divergence_lines(report)]),
+        render_auto(report),
         figure(plot_speedups(results), "Speed-up over the same engine's autoregressive loop."),
         section("budgets", "Acceptance length and speed by budget"),
         grid(

@@ -3,9 +3,9 @@
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from dflash_kit.acceptance import AR, CHAIN, DDTREE
+from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO
 from dflash_kit.errors import KitError, require_folder_name
 
 from .modes import check_modes, default_folder
@@ -19,6 +19,9 @@ PLACE_FIELDS |= {"watch", "watch_timeout_s", "watch_poll_s"}
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
+AUTO = "auto"
+AUTO_CAP = 1024
+"""Largest tree of the budget auto where no number stands beside it."""
 MAX_BUDGET = 4096
 """A verification attends from every node to every node: beyond this it takes more memory than the target."""
 
@@ -26,6 +29,9 @@ MAX_BUDGET = 4096
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Measure a drafter: acceptance, speed, and that the output is the target's own."""
+
+    FLAG_ALIASES: ClassVar[dict[str, str]] = {"budget": "budgets"}
+    """Further names of flags."""
 
     ckpt: str = ""
     """Drafter checkpoint: the folder that training wrote, any in the published layout, or a hub id. Several with commas
@@ -58,7 +64,8 @@ class EvalConfig:
     methods: str = "ar,chain,ddtree"
     """What to decode with: ar is the baseline of speed-ups and of the lossless check."""
     budgets: str = "16,64"
-    """Tree budgets of ddtree: nodes at most, 1 to 4096, the anchor not counted."""
+    """Tree budgets of ddtree: nodes at most, 1 to 4096, the anchor not counted. auto chooses one each round by measured
+    costs, up to the largest number beside it, or 1024 where there is none."""
     enable_thinking: bool = False
     """Passed to the chat template; templates without a thinking mode ignore it."""
     seed: int = 0
@@ -123,7 +130,11 @@ class EvalConfig:
             raise ValueError(f"methods is {self.methods!r}; allowed: {', '.join(METHOD_NAMES)}")
         if not self.benchmark_names and self.replay is None:
             raise ValueError("benchmarks is empty; name at least one")
-        if DDTREE in self.method_names and not self.budget_list:
+        if DDTREE in self.method_names and self.replay is not None and self.auto_cap is not None:
+            raise ValueError(
+                "budgets has auto, which chooses by measured times; replay has none: give it numbers alone"
+            )
+        if DDTREE in self.method_names and not self.budget_list and self.auto_cap is None:
             raise ValueError("budgets is empty; give at least one for ddtree, or leave ddtree out of methods")
 
     @property
@@ -143,13 +154,18 @@ class EvalConfig:
 
     @property
     def budget_list(self) -> list[int]:
-        """Tree budgets in ascending order."""
-        words = split_list(self.budgets)
+        """Fixed tree budgets in ascending order."""
+        words = [word for word in split_list(self.budgets) if word != AUTO]
         if not all(re.fullmatch("[0-9]{1,9}", word) and 1 <= int(word) <= MAX_BUDGET for word in words):
             raise ValueError(
-                f"budgets is {self.budgets!r}; whole numbers from 1 to {MAX_BUDGET} with commas between them are needed"
+                f"budgets is {self.budgets!r}; whole numbers from 1 to {MAX_BUDGET} or auto with commas between them are needed"
             )
         return sorted({int(word) for word in words})
+
+    @property
+    def auto_cap(self) -> int | None:
+        """Largest tree of the budget auto; None without it."""
+        return max(self.budget_list, default=AUTO_CAP) if AUTO in split_list(self.budgets) else None
 
     @property
     def out_folder(self) -> Path:
@@ -163,6 +179,8 @@ class EvalConfig:
             if name in self.method_names:
                 budgets = {AR: [0], CHAIN: [num_draft_tokens], DDTREE: self.budget_list}[name]
                 found += [(name, budget) for budget in budgets]
+        if DDTREE in self.method_names and self.auto_cap is not None:
+            found.append((DDTREE_AUTO, self.auto_cap))
         return found
 
     def result_settings(self) -> dict[str, Any]:
@@ -170,8 +188,8 @@ class EvalConfig:
         values = {name: value for name, value in asdict(self).items() if name not in PLACE_FIELDS}
         if self.batch_size == 1:
             del values["batch_size"]  # which older report folders do not name
-        lists = {"benchmarks": self.benchmark_names, "methods": self.method_names, "budgets": self.budget_list}
-        return values | lists
+        budgets = [*self.budget_list, *([AUTO] if self.auto_cap is not None else [])]
+        return values | {"benchmarks": self.benchmark_names, "methods": self.method_names, "budgets": budgets}
 
 
 def split_list(text: str) -> list[str]:

@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 AR, CHAIN, DDTREE = "ar", "chain", "ddtree"
+DDTREE_AUTO = "ddtree-auto"
+"""DDTree whose budget is chosen each round, up to the one that is named."""
 CUT_REASONS = ("eos", "length")
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
@@ -47,6 +49,8 @@ class RoundLog:
     """Seconds of all rounds together, prefill excluded; None for replay."""
     batch_rounds: float | None = None
     """Its rounds, each divided by the responses that shared it; None: no round was shared."""
+    budgets: tuple[int, ...] = ()
+    """Nodes that each round verified, where that is chosen by round; else empty."""
 
     def __post_init__(self) -> None:
         assert self.cut is None or (self.cut in CUT_REASONS and self.num_accepted), (
@@ -66,12 +70,15 @@ class RoundLog:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "num_accepted": list(self.num_accepted), "stage_s": dict(self.stage_s)}
+        values = {**asdict(self), "num_accepted": list(self.num_accepted), "stage_s": dict(self.stage_s)}
+        budgets = list(values.pop("budgets"))
+        return values | ({"budgets": budgets} if budgets else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RoundLog":
         """What ``to_dict`` wrote."""
-        return cls(**{**values, "num_accepted": tuple(values["num_accepted"])})
+        lists = {"num_accepted": tuple(values["num_accepted"]), "budgets": tuple(values.get("budgets", ()))}
+        return cls(**{**values, **lists})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
 
     Args:
         stage: name of the stage's section in a recipe, one of `SECTIONS`.
-        cls: the stage's dataclass; nested dataclasses become dotted flags.
+        cls: the stage's dataclass; nested dataclasses become dotted flags, its FLAG_ALIASES are further names of flags.
         argv: arguments without the program's name; None reads `sys.argv`.
         description: first lines of `--help`.
 
@@ -45,7 +45,8 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
         SystemExit: after `--help` or `--print_config` (status 0).
     """
     hints = _leaf_hints(cls)
-    argv = _normalised(list(sys.argv[1:] if argv is None else argv), hints, stage)
+    aliases = getattr(cls, "FLAG_ALIASES", {})
+    argv = _normalised(list(sys.argv[1:] if argv is None else argv), hints, stage, aliases)
     wants_print = "--print_config" in argv
     argv = [arg for arg in argv if arg != "--print_config"]
     files, argv = _split_config_files(argv)
@@ -99,8 +100,8 @@ def _leaf_hints(cls: type, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _normalised(argv: list[str], hints: dict[str, Any], stage: str) -> list[str]:
-    """Check every flag's name; accept dashes for underscores and a bare `--flag` for `--flag true`."""
+def _normalised(argv: list[str], hints: dict[str, Any], stage: str, aliases: dict[str, str]) -> list[str]:
+    """Check every flag's name; accept aliases, dashes for underscores and a bare `--flag` for `--flag true`."""
     known = [*hints, *OWN_FLAGS]
     result = []
     for position, arg in enumerate(argv):
@@ -108,6 +109,7 @@ def _normalised(argv: list[str], hints: dict[str, Any], stage: str) -> list[str]
             result.append(arg)
             continue
         written, equals, value = arg[2:].partition("=")
+        written = aliases.get(written, written)
         name = written.rstrip("+").replace("-", "_")
         if name not in known and typing.get_origin(hints.get(name.partition(".")[0])) is not dict:
             hint = nearest("--" + name, ["--" + key for key in known])

@@ -276,7 +276,7 @@ def test_bad_requests_are_refused(made: Path, tmp_path: Path, capsys: pytest.Cap
         ({"more": ["--max_new_tokens=0"]}, "max_new_tokens is 0"),
         ({"more": ["--limit=0"]}, "limit is 0"),
         ({"more": ["--dtype=bfloat16"]}, "many times slower"),
-        ({"more": ["--budget=4"]}, "did you mean '--budgets'"),
+        ({"more": ["--budgetts=4"]}, "did you mean '--budgets'"),
     ):
         more = arguments.pop("more", [])
         assert evaluate(made, tmp_path / "out", *more, **arguments) == 2

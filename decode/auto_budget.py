@@ -1,0 +1,247 @@
+"""The budget "auto": each round verifies the tree from which the most tokens per second are expected.
+
+A round costs C(n) = draft + verification of n nodes, in seconds measured with this target on this device. It is
+expected to give 1 + ΣP tokens: the bonus token, and each node with the probability P of its path. Nodes come best
+first, so ΣP is concave in n, and the round takes the n with the largest (1 + ΣP) / C(n), 0 among them.
+
+The choice rests on the drafter's distributions, on clocks and on earlier rounds, never on the target's tokens of this round: the
+output stays the target's own.
+
+Shape legend: M depths, V vocabulary, n nodes.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dflash_kit.acceptance import RoundLog
+from dflash_kit.tree import Tree, build_tree, empty_tree
+
+FIXED_STAGES, ROW_STAGES = ("draft", "build", "commit"), ("verify", "walk")
+"""Stages that take as long whatever the tree, and those that grow with it."""
+REPETITIONS, REPETITIONS_LARGE = 7, 2
+"""Passes of each size in a calibration, and of those above LARGE; the fastest counts, since other work only ever adds."""
+LARGE = 64
+SMALLEST_RUNG = 4
+FIRST_SIZE = 32
+MEMORY_ROUNDS = 32
+"""Rounds that the running estimates look back, about."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """One calibration."""
+
+    context_tokens: int
+    """Committed tokens at which it was measured."""
+    draft_s: float
+    nodes: tuple[int, ...]
+    """Sizes of the trees that were verified, ascending from 0."""
+    verify_s: tuple[float, ...]
+    """Seconds of verifying each and choosing the target's tokens."""
+
+    def verify_s_by_nodes(self) -> Array:
+        """Seconds for 0 … nodes[-1] nodes: linear between the measured sizes, never falling."""
+        rising = np.maximum.accumulate(np.array(self.verify_s))
+        return np.interp(np.arange(self.nodes[-1] + 1), self.nodes, rising)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Milliseconds, for the report."""
+        return {
+            "context_tokens": self.context_tokens,
+            "draft_ms": 1e3 * self.draft_s,
+            "nodes": list(self.nodes),
+            "verify_ms": [1e3 * seconds for seconds in self.verify_s],
+        }
+
+
+def measure_costs(
+    draft: Callable[[], Tensor],
+    verify: Callable[[Tree], Any],
+    *,
+    context_tokens: int,
+    cap: int,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Time drafts and verifications of growing trees; nothing may be committed by either.
+
+    The ladder ends early at a size that cannot pay: all M + 1 tokens from it would come slower than one from no tree.
+
+    Args:
+        draft: gives draft logits (M, V).
+        verify: verifies a tree and chooses the target's tokens.
+        context_tokens: kept in the table.
+        cap: largest tree.
+        now_s: clock; it must wait for the device.
+    """
+    sizes, draft_s = [min(cap, size) for size in _doubling(cap)], float("inf")
+    verify_s: dict[int, float] = {}
+    for repetition in range(REPETITIONS):
+        if repetition == REPETITIONS_LARGE:
+            sizes = [size for size in sizes if size <= LARGE]
+        start_s = now_s()
+        logits = draft()
+        draft_s = min(draft_s, now_s() - start_s)
+        tree = build_tree(logits, sizes[-1])
+        for size in sizes:
+            start_s = now_s()
+            verify(tree.prefix(size))
+            verify_s[size] = min(verify_s.get(size, float("inf")), now_s() - start_s)
+            if draft_s + verify_s[size] > (len(logits) + 1) * (draft_s + verify_s[0]):
+                sizes = [s for s in sizes if s <= size]
+                break
+    return CostTable(context_tokens, draft_s, tuple(verify_s), tuple(verify_s.values()))
+
+
+def _doubling(most: int) -> list[int]:
+    """0, 4, 8, 16 … up to the first that is not below ``most``."""
+    sizes = [0]
+    while sizes[-1] < most:
+        sizes.append(max(SMALLEST_RUNG, 2 * sizes[-1]))
+    return sizes
+
+
+@dataclass(slots=True)
+class RunningCosts:
+    """A calibration kept up to date by what the rounds take: machines and contexts change while one decodes."""
+
+    table: CostTable
+    fixed_s: float = field(init=False)
+    verify_ratio: float = 1.0
+    """Seconds of verification over those of the table."""
+    rounds: int = 0
+    _by_nodes: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fixed_s, self._by_nodes = self.table.draft_s, self.table.verify_s_by_nodes()
+
+    @property
+    def max_nodes(self) -> int:
+        """Larger trees cannot pay, or are not allowed."""
+        return len(self._by_nodes) - 1
+
+    def seconds(self) -> Array:
+        """(max_nodes + 1,) of a round with 0 … max_nodes nodes."""
+        return self.fixed_s + self.verify_ratio * self._by_nodes
+
+    def observe(self, num_nodes: int, fixed_s: float, verify_s: float) -> None:
+        """Take in one round."""
+        self.rounds += 1
+        weight = 1 / min(self.rounds, MEMORY_ROUNDS)
+        self.fixed_s += weight * (fixed_s - self.fixed_s)
+        self.verify_ratio += weight * (verify_s / self._by_nodes[num_nodes] - self.verify_ratio)
+
+
+class AutoBudget:
+    """Chooses trees, and remembers what it chose and what rounds cost.
+
+    Args:
+        on_calibration: called with every new table.
+    """
+
+    def __init__(self, on_calibration: Callable[[CostTable], None] | None = None) -> None:
+        self.on_calibration = on_calibration or (lambda table: None)
+        self.chosen: list[int] = []
+        """Nodes of each round since ``prepare``."""
+        self._costs: dict[Hashable, RunningCosts] = {}
+        self._current: RunningCosts | None = None
+        self._size = FIRST_SIZE
+
+    def prepare(self, kind: Hashable, context_tokens: int, measure: Callable[[], CostTable]) -> None:
+        """Begin a response; a kind of decoding is calibrated once for each doubling of the context.
+
+        Args:
+            kind: what else costs depend on (sampling, largest tree).
+            context_tokens: of the prompt.
+            measure: calibrates, if need be.
+        """
+        key = (kind, context_tokens.bit_length())
+        if key not in self._costs:
+            self._costs[key] = RunningCosts(measure())
+            self.on_calibration(self._costs[key].table)
+        self._current, self.chosen = self._costs[key], []
+
+    def tree(self, logits: Tensor) -> Tree:
+        """The tree to verify, of draft logits (M, V).
+
+        It is built in pieces, each twice as large as the last, while a larger one could still be worth more.
+        """
+        assert self._current is not None, "prepare comes first"
+        seconds = self._current.seconds()
+        size = min(self._size, self._current.max_nodes)
+        while size:
+            tree = build_tree(logits, size)
+            gains = path_probabilities(tree, logits)
+            rates = expected_tokens(gains) / seconds[: len(tree) + 1]
+            num_nodes = int(rates.argmax())
+            if len(tree) < size or not could_be_better(gains, seconds, rates[num_nodes]):
+                self._size = max(FIRST_SIZE, min(size, 2 * num_nodes))
+                return tree.prefix(num_nodes)
+            size = min(2 * size, self._current.max_nodes)
+        return empty_tree()
+
+    def observe(self, tree: Tree, stage_s: dict[str, float]) -> None:
+        """Take in a finished round.
+
+        Args:
+            tree: that was verified.
+            stage_s: seconds of the round by stage.
+        """
+        assert self._current is not None
+        self.chosen.append(len(tree))
+        fixed_s, verify_s = (sum(stage_s[name] for name in names) for names in (FIXED_STAGES, ROW_STAGES))
+        self._current.observe(len(tree), fixed_s, verify_s)
+
+
+def path_probabilities(tree: Tree, logits: Tensor) -> Array:
+    """(n,) probability of each node's path under the drafter.
+
+    Args:
+        tree: built of the logits.
+        logits: (M, V).
+    """
+    scores = logits.float()
+    of_token = scores[tree.depths - 1, tree.tokens.to(scores.device)].cpu()
+    log_probs = (of_token - scores.logsumexp(dim=-1).cpu()[tree.depths - 1]).tolist()
+    sums = [0.0]
+    for parent, log_prob in zip(tree.parents.tolist(), log_probs, strict=True):
+        sums.append(sums[parent] + log_prob)
+    return np.exp(np.array(sums[1:]))
+
+
+def expected_tokens(gains: Array) -> Array:
+    """(n + 1,) tokens of a round that verifies the first 0 … n nodes."""
+    return 1 + np.concatenate([[0.0], gains.cumsum()])
+
+
+def could_be_better(gains: Array, seconds: Array, rate: float) -> bool:
+    """Whether some larger tree might give more tokens a second: its further nodes gain no more than the last one did."""
+    num_nodes = len(gains)
+    further = np.arange(1, len(seconds) - num_nodes)
+    return bool(((1 + gains.sum() + further * gains[-1]) > rate * seconds[num_nodes + 1 :]).any())
+
+
+def summarise_choices(logs: Sequence[RoundLog]) -> dict[str, Any] | None:
+    """Mean, median and histogram of the nodes that rounds verified; None without a round.
+
+    The histogram counts rounds by ranges that double: 0, 1 to 4, 5 to 8, 9 to 16 …
+    """
+    chosen = np.array([nodes for log in logs for nodes in log.budgets])
+    if not len(chosen):
+        return None
+    edges = _doubling(int(chosen.max()))
+    lows = [0, *(edge + 1 for edge in edges[:-1])]
+    return {
+        "mean": float(chosen.mean()),
+        "median": float(np.median(chosen)),
+        "histogram": [
+            {"from": low, "to": high, "rounds": int(((chosen >= low) & (chosen <= high)).sum())}
+            for low, high in zip(lows, edges, strict=True)
+        ],
+    }
