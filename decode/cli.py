@@ -16,6 +16,7 @@ from dflash_kit.publish import check_publication, plan_publication, push
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
+from .doctor import run_doctor
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         check_publication(config.ckpt, config.push_to_hub, config.base_model)
     for text in inputs.warnings:
         print(f"warning: {text}", file=sys.stderr)
+    if config.doctor:
+        return run_doctor(config, inputs, device, dtype, argv)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
     if config.replay is not None:
         methods = [method for method in methods if method[0] != "ar"]

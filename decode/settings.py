@@ -8,12 +8,13 @@ from typing import Any, Literal
 from dflash_kit.acceptance import AR, CHAIN, DDTREE
 from dflash_kit.errors import KitError, require_folder_name
 
+from .doctor_settings import require_doctor_settings
 from .sampling import Sampling
 
 METHOD_NAMES = (AR, CHAIN, DDTREE)
 # Settings that do not change a result: where it is written, how fast it comes, whether it is only planned.
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
-PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
+PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model", "doctor"}
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
@@ -75,10 +76,16 @@ class EvalConfig:
     """Hub id of the target for the card; unset: the target that the checkpoint names."""
     dry_run: bool = False
     """Check everything, say what would be done, and write nothing."""
+    doctor: bool = False
+    """Find out why acceptance is bad: replay the chain on a few answers of the target (4 prompts of each benchmark and 64 tokens
+    unless limit and max_new_tokens say otherwise) under each likely fault, and say which one explains it. Status 0: healthy; 1: a
+    cause was found, or acceptance is bad without one. The report, doctor.json, goes to CKPT-doctor unless out is given."""
 
     def __post_init__(self) -> None:
         if self.out is not None:
             require_folder_name("out", self.out)
+        if self.doctor:
+            require_doctor_settings(self)
         if self.push_dry_run and self.push_to_hub is None:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # NaN, too
@@ -131,7 +138,7 @@ class EvalConfig:
     @property
     def out_folder(self) -> Path:
         """Where the report goes."""
-        beside = "-report" if self.replay is None else "-replay"
+        beside = "-doctor" if self.doctor else "-report" if self.replay is None else "-replay"
         return Path(self.out) if self.out is not None else Path(str(Path(self.ckpt)) + beside)
 
     def decoding_methods(self, num_draft_tokens: int) -> list[tuple[str, int]]:

@@ -131,6 +131,51 @@ def summarise(logs: Iterable[RoundLog], num_draft_tokens: int) -> Acceptance:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """How much longer rounds are than those of a baseline on the same prompts, in pooled acceptance length."""
+
+    gain: float
+    ci99: tuple[float, float] | None
+    """Percentile bootstrap over prompts, both resampled together; None for fewer than two prompts."""
+    confidence: float | None
+    """Share of resamples in which the gain is above 0."""
+
+
+def gain_over(logs: Iterable[RoundLog], baseline: Iterable[RoundLog]) -> Gain | None:
+    """Pooled acceptance length against a baseline's, paired by prompt; None where one of them has no round.
+
+    Args:
+        logs: one per response.
+        baseline: of the same prompts.
+    """
+    ours, theirs = _sums_by_prompt(logs), _sums_by_prompt(baseline)
+    assert ours.keys() == theirs.keys(), "a gain needs the same prompts on both sides"
+    table = np.array([ours[prompt] + theirs[prompt] for prompt in ours]).reshape(-1, 4)
+    tokens, rounds, base_tokens, base_rounds = table.sum(axis=0)
+    if not rounds or not base_rounds:
+        return None
+    gain = float(tokens / rounds - base_tokens / base_rounds)
+    if len(table) < 2:
+        return Gain(gain=gain, ci99=None, confidence=None)
+    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(len(table), size=(BOOTSTRAP_RESAMPLES, len(table)))
+    totals = table[picks].sum(axis=1)
+    totals = totals[(totals[:, 1] > 0) & (totals[:, 3] > 0)]
+    gains = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
+    low, high = np.percentile(gains, [0.5, 99.5])
+    return Gain(gain=gain, ci99=(float(low), float(high)), confidence=float((gains > 0).mean()))
+
+
+def _sums_by_prompt(logs: Iterable[RoundLog]) -> dict[str, list[int]]:
+    """Tokens and rounds of each prompt."""
+    sums: dict[str, list[int]] = {}
+    for log in logs:
+        entry = sums.setdefault(log.prompt_id, [0, 0])
+        entry[0] += sum(log.num_accepted) + len(log.num_accepted)
+        entry[1] += len(log.num_accepted)
+    return sums
+
+
 def require_identity(acceptance_length_pooled: float | None, position_rates: Sequence[float]) -> None:
     """Refuse numbers in which acceptance length is not 1 + Σ position rates (before a report is written).
 
