@@ -96,7 +96,9 @@ def _without_cause(length: float, recorded: float | None, best: Measured | None)
     if best is not None and best.gain is not None and best.gain.gain > 0:
         text += f" (best: {best.hypothesis.name}, τ {best.length:.2f}, within chance or below {LEAST_GAIN:.0%})"
     if recorded is not None and length >= RECORDED_SHARE * recorded:
-        advice = f"its training measured {recorded:.2f}, so the drafter itself is weak: train on more answers, for longer"
+        advice = (
+            f"its training measured {recorded:.2f}, so the drafter itself is weak: train on more answers, for longer"
+        )
     else:
         advice = (
             "two faults at once, damaged weights, or a drafter that has learnt little: measure it on rows of its training "

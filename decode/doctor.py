@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dflash_kit.acceptance import Acceptance
 from dflash_kit.benchmark_prompts import BenchmarkPrompt, load_benchmark
 from dflash_kit.checkpoint import read_config, read_provenance
 from dflash_kit.drafter import Drafter
@@ -21,7 +22,7 @@ from .diagnosis import Diagnosis, diagnose
 from .doctor_answers import CONFIGURED, OTHER_FORMS, Answer, answer_prompts, prompt_token_ids
 from .doctor_progress import DoctorProgress
 from .doctor_report import build_doctor_report, print_doctor_report, write_doctor_report
-from .doctor_race import Race, num_replays
+from .doctor_race import Measured, Race, num_replays
 from .doctor_settings import PROMPTS_OF_EACH, tokens_of_an_answer
 from .hypotheses import Facts, Hypothesis, list_hypotheses, reserved_token_ids
 from .inputs import Inputs
@@ -71,13 +72,18 @@ def run_doctor(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv
     with DoctorProgress(len(case.prompts), num_replays(len(case.hypotheses), case.max_new_tokens)) as progress:
         answers = take_answers(case, model, progress.begin_form)
         race = Race(drafter, TargetEnds.from_model(model), answers, inputs.spec.eos_token_ids, progress.begin_replay)
-        configured, measured = race.run(case.hypotheses, case.max_new_tokens)
-    diagnosis = diagnose(configured, measured, recorded=case.recorded, mismatches=case.notes)
+        configured, measured, diagnosis = examine(case, race)
     report = build_doctor_report(config, case, device, dtype, configured, measured, diagnosis, argv)
     write_doctor_report(config.out_folder, report)
     print_doctor_report(report)
     print(f"report: {config.out_folder / 'doctor.json'}")
     return exit_status(diagnosis)
+
+
+def examine(case: Case, race: Race) -> tuple[Acceptance, list[Measured], Diagnosis]:
+    """Acceptance as configured, every hypothesis measured, and what that says."""
+    configured, measured = race.run(case.hypotheses, case.max_new_tokens)
+    return configured, measured, diagnose(configured, measured, recorded=case.recorded, mismatches=case.notes)
 
 
 def exit_status(diagnosis: Diagnosis) -> int:
@@ -175,6 +181,8 @@ def _announce(config: EvalConfig, case: Case, device: str, dtype: str) -> None:
     replays = num_replays(len(case.hypotheses), case.max_new_tokens)
     print(f"target       {case.inputs.target}")
     print(f"drafter      {config.ckpt}")
-    print(f"prompts      {len(case.names)} in {len(case.prompts)} forms, {case.max_new_tokens} tokens an answer at most")
+    print(
+        f"prompts      {len(case.names)} in {len(case.prompts)} forms, {case.max_new_tokens} tokens an answer at most"
+    )
     print(f"hypotheses   {len(case.hypotheses)}, {replays} replays on {device} in {dtype}")
     print(f"report       {config.out_folder}", flush=True)

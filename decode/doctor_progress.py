@@ -17,6 +17,7 @@ class DoctorProgress:
 
     def __init__(self, num_forms: int, num_replays: int) -> None:
         self._console = Console(stderr=True)
+        self._num_forms = num_forms
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -47,7 +48,7 @@ class DoctorProgress:
 
     def begin_replay(self, tokens: int, name: str) -> None:
         """One replay starts."""
-        self._bar.update(self._forms, completed=self._bar.tasks[self._forms].total)
+        self._bar.update(self._forms, completed=self._num_forms)
         self._bar.update(self._replays, advance=1, what=name)
         if tokens != self._tokens:
             self._tokens = tokens

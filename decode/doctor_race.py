@@ -61,10 +61,18 @@ class Race:
         self.drafter, self.ends, self.answers = drafter, ends, answers
         self._eos_token_ids, self._on_replay = eos_token_ids, on_replay
 
-    def run(self, hypotheses: Sequence[Hypothesis], max_new_tokens: int) -> tuple[Acceptance, list[Measured]]:
-        """Acceptance as configured, and all hypotheses: those on whole answers first, the best first."""
+    def run(
+        self, hypotheses: Sequence[Hypothesis], max_new_tokens: int, stages: Sequence[tuple[int, int]] = STAGES
+    ) -> tuple[Acceptance, list[Measured]]:
+        """Acceptance as configured, and all hypotheses: those on whole answers first, the best first.
+
+        Args:
+            hypotheses: to try.
+            max_new_tokens: tokens of a whole answer.
+            stages: tokens of each answer before that, and how many alternatives go on from there.
+        """
         field, out = list(hypotheses), list[Measured]()
-        for tokens, num_kept in (*STAGES, (max_new_tokens, 0)):
+        for tokens, num_kept in (*stages, (max_new_tokens, 0)):
             is_whole = tokens >= max_new_tokens
             baseline = self._replay(Change(config=self.drafter.config), tokens, "as configured")
             found = [self._measure(hypothesis, tokens, baseline, is_whole=is_whole) for hypothesis in field]

@@ -86,7 +86,10 @@ def list_hypotheses(facts: Facts) -> tuple[list[Hypothesis], list[str]]:
 
 def _taps(facts: Facts) -> Iterator[Hypothesis]:
     ids, last = facts.config.target_layer_ids, facts.spec.num_layers - 1
-    for step, words in ((-1, "boundary indices k + 1 were written as layer ids k"), (1, "ids were counted one too low")):
+    for step, words in (
+        (-1, "boundary indices k + 1 were written as layer ids k"),
+        (1, "ids were counted one too low"),
+    ):
         moved = tuple(i + step for i in ids)
         if moved[0] >= EMBEDDINGS and moved[-1] <= last:
             key = f"set dflash_config.target_layer_ids to {list(moved)}" if moved[0] >= 0 else RETRAIN + "tap layers"

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from dflash_kit import drafter as drafter_module
 from dflash_kit.drafter import Drafter, RotaryPositions
-from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
+from dflash_kit.drafter_config import SLIDING, DrafterConfig
 from dflash_kit.masks import BlockLayout
 from dflash_kit.target import TargetSpec
 from dflash_kit.target_ends import TargetEnds
 
 BLOCK_SIZE = 6
-ANSWER_TOKENS = 28
+ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class Fault:
 
     trained: dict[str, Any] = field(default_factory=dict)
     """Fields of the config that training had and the checkpoint has not."""
+    declared: dict[str, Any] = field(default_factory=dict)
+    """Fields of the config that both have."""
     layers: tuple[int, ...] | None = None
     states: Callable[[Tensor, Any], Tensor] = lambda taps, model: taps
     label_offset: int = 0
@@ -64,13 +66,14 @@ def only_first_dims_rotated(num_dims: int | None) -> Iterator[None]:
 
 
 def train_faulty(
-    target: Path, model: Any, tokenizer: Any, texts: list[str], fault: Fault, *, steps: int = 60, seed: int = 0
+    target: Path, model: Any, tokenizer: Any, texts: list[str], fault: Fault, *, steps: int = 45, seed: int = 0
 ) -> Drafter:
     """A drafter fitted to the target's answers to ``texts`` under the fault, with the config that hides it."""
     spec = TargetSpec.from_pretrained(target)
     config = DrafterConfig.from_target(
         spec, mask_token_id=MASK, num_hidden_layers=2, block_size=BLOCK_SIZE, num_taps=2, target_layer_ids=[1, 3]
     )
+    config = replace(config, **fault.declared)
     torch.manual_seed(seed)
     drafter = Drafter(replace(config, **fault.trained))
     if fault.without_hidden_norm:
@@ -78,11 +81,11 @@ def train_faulty(
     ends = TargetEnds.from_model(model)
     if fault.embedding_as_head:
         ends = replace(ends, head=ends.embedding)
-    samples = [_sample(model, tokenizer, text, fault, spec.eos_token_ids) for text in texts]
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    packed = _pack([_sample(model, tokenizer, text, fault, spec.eos_token_ids) for text in texts])
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     with only_first_dims_rotated(fault.rotated_dims):
-        for step in range(steps):
-            loss = _loss(drafter, ends, *samples[step % len(samples)], fault)
+        for _ in range(steps):
+            loss = _loss(drafter, ends, packed, fault)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -91,16 +94,52 @@ def train_faulty(
     return hiding.eval().requires_grad_(False)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """All prompts and answers in one row."""
+
+    layout: BlockLayout
+    anchors_ids: Tensor
+    """(N,) token at each anchor."""
+    labels: Tensor
+    """(N, 2 B) tokens at anchor, anchor + 1, …; -100 behind the answer."""
+    taps: Tensor
+    """(1, T, K * D)"""
+
+
 @torch.no_grad()
-def _sample(
-    model: Any, tokenizer: Any, text: str, fault: Fault, eos: tuple[int, ...]
-) -> tuple[Tensor, int, Tensor]:
-    """Token ids of prompt and answer, where the answer begins, taps (1, T, K * D) of all but the last token."""
+def _sample(model: Any, tokenizer: Any, text: str, fault: Fault, eos: tuple[int, ...]) -> tuple[Tensor, int, Tensor]:
+    """Token ids of prompt and answer, where the answer begins, taps (T, K * D) of all but the last token."""
     prompt = (fault.prompt or templated)(tokenizer, text)
     ids = torch.tensor(prompt + generate(model, prompt, ANSWER_TOKENS, eos))
     states = model(ids[None, :-1], output_hidden_states=True).hidden_states
-    taps = torch.cat([fault.states(states[i + 1], model) for i in fault.layers or (1, 3)], dim=-1)
-    return ids, len(prompt), taps
+    return ids, len(prompt), torch.cat([fault.states(states[i + 1][0], model) for i in fault.layers or (1, 3)], dim=-1)
+
+
+def _pack(samples: list[tuple[Tensor, int, Tensor]]) -> Packed:
+    """Blocks at all anchors of all answers."""
+    offsets = torch.arange(2 * BLOCK_SIZE)
+    starts = torch.tensor([0] + [len(taps) for _, _, taps in samples]).cumsum(0)[:-1].tolist()
+    own = [torch.arange(first, len(taps)) for _, first, taps in samples]
+    ids = [sample[0] for sample in samples]
+    anchors = torch.cat([anchors + start for anchors, start in zip(own, starts, strict=True)])
+    return Packed(
+        layout=BlockLayout(
+            positions=torch.cat([torch.arange(len(taps)) for _, _, taps in samples]),
+            documents=torch.cat([torch.full((len(taps),), i) for i, (_, _, taps) in enumerate(samples)]),
+            anchors=anchors,
+            used=torch.ones(len(anchors), dtype=torch.bool),
+            block_size=BLOCK_SIZE,
+        ),
+        anchors_ids=torch.cat([said[anchors] for said, anchors in zip(ids, own, strict=True)]),
+        labels=torch.cat(
+            [
+                functional.pad(said, (0, 2 * BLOCK_SIZE), value=-100)[anchors[:, None] + offsets]
+                for said, anchors in zip(ids, own, strict=True)
+            ]
+        ),
+        taps=torch.cat([taps for _, _, taps in samples])[None],
+    )
 
 
 def templated(tokenizer: Any, text: str, **settings: Any) -> list[int]:
@@ -110,55 +149,54 @@ def templated(tokenizer: Any, text: str, **settings: Any) -> list[int]:
     return list(tokenizer(said, add_special_tokens=False)["input_ids"])
 
 
-def _loss(drafter: Drafter, ends: TargetEnds, ids: Tensor, first: int, taps: Tensor, fault: Fault) -> Tensor:
-    """Cross-entropy of all masked slots of blocks at all anchors of the answer."""
-    size, num_fed = BLOCK_SIZE, len(ids) - 1
-    anchors = torch.arange(first, num_fed)
-    layout = BlockLayout(
-        positions=torch.arange(num_fed),
-        documents=torch.zeros(num_fed, dtype=torch.long),
-        anchors=anchors,
-        used=torch.ones(len(anchors), dtype=torch.bool),
-        block_size=size,
-    )
-    blocks = torch.full((len(anchors), size), MASK)
+def _loss(drafter: Drafter, ends: TargetEnds, packed: Packed, fault: Fault) -> Tensor:
+    """Cross-entropy of all slots that have a label."""
+    layout = packed.layout
+    blocks = torch.full((len(layout.anchors), BLOCK_SIZE), MASK)
     if not fault.slot_zero_is_mask:
-        blocks[:, 0] = ids[anchors]
+        blocks[:, 0] = packed.anchors_ids
     noise = ends.embed(blocks.flatten()[None]) * fault.embedding_factor
-    context = drafter.context(taps, layout.positions + fault.context_offset)
+    context = drafter.context(packed.taps, layout.positions + fault.context_offset)
     hidden = drafter.blocks(noise, layout.slot_positions, context, drafter.layer_masks(layout, flex=False))
-    depths = torch.arange(size) + fault.label_offset
-    labels = functional.pad(ids, (0, 2 * size), value=-100)[anchors[:, None] + depths]
-    labels = torch.where(depths > 0, labels, -100)
-    logits = ends.logits(hidden[0].unflatten(0, (len(anchors), size)))
+    depths = torch.arange(BLOCK_SIZE) + fault.label_offset
+    labels = torch.where(depths > 0, packed.labels[:, depths], -100)
+    logits = ends.logits(hidden[0].unflatten(0, (-1, BLOCK_SIZE)))
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-FAULTS: dict[str, tuple[Fault, str]] = {
-    "none": (Fault(), ""),
-    "taps one lower": (Fault(layers=(0, 2)), "layers [0, 2]"),
-    "taps one higher": (Fault(layers=(2, 4)), "layers [2, 4]"),
-    "mask token": (Fault(trained={"mask_token_id": 260}), "mask token 260"),
-    "slot 0": (Fault(slot_zero_is_mask=True), "slot 0 is a mask, too"),
-    "labels": (Fault(label_offset=1), "slot k drafts the token at anchor + k + 1"),
-    "positions": (Fault(context_offset=-1), "slots one position later"),
-    "theta": (Fault(trained={"rope_theta": 100.0}), "rope_theta 100"),
-    "partial rotary": (Fault(rotated_dims=8), "partial_rotary_factor 0.25"),
+NARROW = {"layer_types": (SLIDING, SLIDING), "sliding_window": BLOCK_SIZE, "layer_causal": (False, False)}
+"""So few keys that slot 0 is a large part of what a slot sees."""
+
+FAULTS: dict[str, tuple[Fault, str, str]] = {
+    "none": (Fault(), "", ""),
+    "taps lower": (Fault(layers=(0, 2)), "taps", "layers [0, 2]"),
+    "taps higher": (Fault(layers=(2, 4)), "taps", "layers [2, 4]"),
+    "slot 0": (Fault(slot_zero_is_mask=True, declared=NARROW), "slot 0", "slot 0 is a mask, too"),
+    "labels": (Fault(label_offset=1), "labels", "slot k drafts the token at anchor + k + 1"),
+    "positions": (Fault(context_offset=-1), "positions", "slots one position later"),
+    "partial rotary": (Fault(rotated_dims=8), "RoPE", "partial_rotary_factor 0.25"),
     "window": (
-        Fault(trained={"layer_types": (SLIDING, SLIDING), "sliding_window": 8, "layer_causal": (True, True)}),
-        "2 sliding layers of window 8, 2 causal in the block",
+        Fault(trained={"layer_types": (SLIDING, SLIDING), "sliding_window": 8, "layer_causal": (False, False)}),
+        "window and causal flag",
+        "2 sliding layers of window 8, none causal",
     ),
-    "causal": (Fault(trained={"layer_causal": (True, True)}), "all layers full, 2 causal in the block"),
-    "final norm": (Fault(states=lambda taps, model: model.model.norm(taps)), "taps behind the target's final norm"),
-    "hidden_norm": (Fault(without_hidden_norm=True), "no hidden_norm"),
-    "head": (Fault(embedding_as_head=True), "the embedding as head"),
-    "embedding": (Fault(embedding_factor=8.0), "embeddings of the slots times 8"),
-    "template": (Fault(prompt=lambda tokenizer, text: list(tokenizer(text)["input_ids"])), "without the chat template"),
+    "final norm": (
+        Fault(states=lambda taps, model: model.model.norm(taps)),
+        "states",
+        "taps behind the target's final norm",
+    ),
+    "hidden_norm": (Fault(without_hidden_norm=True), "states", "no hidden_norm"),
+    "head": (Fault(embedding_as_head=True), "head", "the embedding as head"),
+    "embedding": (Fault(embedding_factor=8.0), "embedding", "embeddings of the slots times 8"),
+    "template": (
+        Fault(prompt=lambda tokenizer, text: list(tokenizer(text)["input_ids"])),
+        "template",
+        "without the chat template",
+    ),
     "thinking": (
         Fault(prompt=lambda tokenizer, text: templated(tokenizer, text, enable_thinking=True)),
+        "template",
         "thinking switched",
     ),
 }
-"""Name → the fault, and the change that must be found."""
-
-assert FULL
+"""Name → the fault, and the kind and name of the change that must be found."""
