@@ -15,6 +15,9 @@ RECORDED_SHARE = 0.6
 LEAST_GAIN = 0.05
 """Share of the configured acceptance length that a cause must bring; less is noise of which alternative happens to be best."""
 
+LEFT_OUT = "left out early"
+"""Verdict on what was behind on the first tokens."""
+
 Status = Literal["healthy", "cause", "bad"]
 
 
@@ -68,7 +71,7 @@ def verdict_of(measured: Measured, diagnosis: Diagnosis, configured_length: floa
     if measured.gain is None:
         return "no rounds"
     if not measured.is_whole:
-        return "left out early"
+        return LEFT_OUT
     if is_certain(measured, configured_length):
         return "explains it" if measured is diagnosis.best else "better, too"
     return "worse" if measured.gain.gain < 0 else "no better" if measured.gain.gain == 0 else "not certain"

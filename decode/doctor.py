@@ -21,8 +21,8 @@ from dflash_kit.target_ends import TargetEnds
 from .diagnosis import Diagnosis, diagnose
 from .doctor_answers import CONFIGURED, OTHER_FORMS, Answer, answer_prompts, prompt_token_ids
 from .doctor_progress import DoctorProgress
-from .doctor_report import build_doctor_report, print_doctor_report, write_doctor_report
 from .doctor_race import Measured, Race, num_replays
+from .doctor_report import build_doctor_report, print_doctor_report, write_doctor_report
 from .doctor_settings import PROMPTS_OF_EACH, tokens_of_an_answer
 from .hypotheses import Facts, Hypothesis, list_hypotheses, reserved_token_ids
 from .inputs import Inputs

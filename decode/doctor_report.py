@@ -16,7 +16,7 @@ from dflash_kit.acceptance import Acceptance
 from dflash_kit.errors import KitError
 from dflash_kit.provenance import collect_provenance
 
-from .diagnosis import Diagnosis, verdict_of
+from .diagnosis import LEFT_OUT, Diagnosis, verdict_of
 from .doctor_race import Measured
 from .report import LOG_WIDTH
 from .settings import EvalConfig
@@ -116,14 +116,29 @@ def print_doctor_report(report: dict[str, Any], console: Console | None = None) 
     configured = report["as_configured"]
     tokens = str(report["run"]["max_new_tokens"])
     table.add_row("–", "as configured", tokens, _number(configured["acceptance_length_pooled"]), "", "", "")
-    for entry in report["alternatives"]:
+    shown = _worth_showing(report["alternatives"])
+    for entry in shown:
         table.add_row(*_cells(entry), style="bold" if entry["verdict"] == "explains it" else None)
     console.print(table)
+    num_others = len(report["alternatives"]) - len(shown)
+    if num_others:
+        console.print(f"{num_others} more alternatives, behind the best of their kind early, are in {DOCTOR_NAME}")
     for kind, lines in (("note", report["notes"]), ("not measurable", report["not_measurable"])):
         for line in lines:
             console.print(f"{kind}: {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"verdict: {escape(report['verdict']['text'])}", highlight=False, soft_wrap=True)
     console.print(f"what to do: {escape(report['verdict']['advice'])}", highlight=False, soft_wrap=True)
+
+
+def _worth_showing(alternatives: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Alternatives on whole answers, and the best of every other kind; they come sorted."""
+    seen: set[str] = set()
+    shown = []
+    for entry in alternatives:
+        if entry["verdict"] != LEFT_OUT or entry["family"] not in seen:
+            shown.append(entry)
+        seen.add(entry["family"])
+    return shown
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:

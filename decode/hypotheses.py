@@ -12,8 +12,8 @@ from dflash_kit.drafter_config import CONVENTION, FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
 from dflash_kit.target import TargetSpec, choose_mask_token_id
 
-from .altered_drafter import Change
-from .doctor_answers import CONFIGURED, EMBEDDINGS, OTHER_FORMS
+from .altered_drafter import Change, StateForm
+from .doctor_answers import EMBEDDINGS, OTHER_FORMS
 from .doctor_rotary import RotaryKind
 
 COMMON_THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -102,7 +102,7 @@ def _taps(facts: Facts) -> Iterator[Hypothesis]:
 
 
 def _states(facts: Facts) -> Iterator[Hypothesis]:
-    forms: list[tuple[Any, str, str]] = [
+    forms: list[tuple[StateForm, str, str]] = [
         ("final_norm", "taps behind the target's final norm", "feed the final norm's output"),
         ("unit", "each tap divided by its root mean square", "normalise taps"),
     ]
@@ -254,8 +254,12 @@ def _form_advice(form: str) -> str:
 
 
 def _rounding(facts: Facts) -> Iterator[Hypothesis]:
-    for form, name in (("bfloat16", "taps rounded to bfloat16"), ("int8", "taps rounded to 8 bits a token")):
-        change = Change(config=facts.config, state_form=form)  # type: ignore[arg-type]
+    forms: tuple[tuple[StateForm, str], ...] = (
+        ("bfloat16", "taps rounded to bfloat16"),
+        ("int8", "taps rounded to 8 bits a token"),
+    )
+    for form, name in forms:
+        change = Change(config=facts.config, state_form=form)
         yield Hypothesis(family="rounding", name=name, advice="serve it with taps rounded like that", change=change)
 
 
@@ -274,6 +278,3 @@ def _not_measurable(facts: Facts) -> Iterator[str]:
     if missing:
         yield f"template: {', '.join(missing)}: the target's template makes no other prompt of it"
     yield "states scaled by one factor: hidden_norm takes it out again"
-
-
-__all__ = ["CONFIGURED", "Facts", "Hypothesis", "list_hypotheses", "reserved_token_ids"]

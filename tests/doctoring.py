@@ -66,7 +66,7 @@ def only_first_dims_rotated(num_dims: int | None) -> Iterator[None]:
 
 
 def train_faulty(
-    target: Path, model: Any, tokenizer: Any, texts: list[str], fault: Fault, *, steps: int = 45, seed: int = 0
+    target: Path, model: Any, tokenizer: Any, texts: list[str], fault: Fault, *, steps: int = 60, seed: int = 0
 ) -> Drafter:
     """A drafter fitted to the target's answers to ``texts`` under the fault, with the config that hides it."""
     spec = TargetSpec.from_pretrained(target)
