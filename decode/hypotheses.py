@@ -92,7 +92,11 @@ def _taps(facts: Facts) -> Iterator[Hypothesis]:
     ):
         moved = tuple(i + step for i in ids)
         if moved[0] >= EMBEDDINGS and moved[-1] <= last:
-            key = f"set dflash_config.target_layer_ids to {list(moved)}" if moved[0] >= 0 else RETRAIN + "tap layers"
+            key = (
+                f"set dflash_config.target_layer_ids to {list(moved)}"
+                if moved[0] >= 0
+                else f"{RETRAIN}tap {list(moved)} where it is served, -1 being the embeddings"
+            )
             yield Hypothesis(
                 family="taps",
                 name=f"layers {list(moved)}",

@@ -164,7 +164,7 @@ def _loss(drafter: Drafter, ends: TargetEnds, packed: Packed, fault: Fault) -> T
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-NARROW = {"layer_types": (SLIDING, SLIDING), "sliding_window": BLOCK_SIZE, "layer_causal": (False, False)}
+NARROW = {"layer_types": (SLIDING,), "sliding_window": BLOCK_SIZE, "layer_causal": (True,)}
 """So few keys that slot 0 is a large part of what a slot sees."""
 
 FAULTS: dict[str, tuple[Fault, str, str]] = {
