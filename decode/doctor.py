@@ -61,6 +61,8 @@ def run_doctor(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv
     if config.dry_run:
         for hypothesis in case.hypotheses:
             print(f"would try    {hypothesis.family}: {hypothesis.name}")
+        for note in case.not_measurable:
+            print(f"cannot try   {note}")
         return 0
     require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
     torch_dtype = getattr(torch, dtype)
