@@ -188,10 +188,10 @@ def _masks(facts: Facts) -> Iterator[Hypothesis]:
     num_layers = config.num_hidden_layers
     if SLIDING in config.layer_types:
         kinds.append(((FULL,) * num_layers, None))
-    for window in _windows(facts):
-        kinds.append(((SLIDING,) * num_layers, window))
+    for length in _windows(facts):
+        kinds.append(((SLIDING,) * num_layers, length))
         if num_layers > 1:
-            kinds.append(((SLIDING,) * (num_layers - 1) + (FULL,), window))
+            kinds.append(((SLIDING,) * (num_layers - 1) + (FULL,), length))
     for types, window in dict.fromkeys(kinds):
         convention = tuple(CONVENTION[kind] for kind in types)
         for causal in dict.fromkeys((config.layer_causal, convention, (False,) * num_layers, (True,) * num_layers)):
