@@ -50,7 +50,7 @@ def diagnose(
     if best is not None and is_certain(best, length):
         return _cause(best, length, floor)
     if length >= floor:
-        return Diagnosis(status="healthy", text=_healthy(length), advice="nothing to do", best=best)
+        return _healthy(length, best)
     if mismatches:
         text = f"no way to run the drafter explains a τ of {length:.2f}, but {mismatches[0]}"
         advice = "give the target that it was trained for with --target, or train on answers of this one"
@@ -90,8 +90,12 @@ def _cause(best: Measured, length: float, floor: float) -> Diagnosis:
     return Diagnosis(status="cause", text=text, advice=best.hypothesis.advice, best=best)
 
 
-def _healthy(length: float) -> str:
-    return f"healthy: τ is {length:.2f} as configured, and no alternative is better"
+def _healthy(length: float, best: Measured | None) -> Diagnosis:
+    text, advice = f"healthy: τ is {length:.2f} as configured, and no alternative is better", "nothing to do"
+    if best is not None and best.gain is not None and best.gain.gain >= LEAST_GAIN * length:
+        text += f" beyond chance (best: {best.hypothesis.name}, τ {best.length:.2f})"
+        advice = "nothing is certain; more prompts (--limit) tell whether that alternative is"
+    return Diagnosis(status="healthy", text=text, advice=advice, best=best)
 
 
 def _without_cause(length: float, recorded: float | None, best: Measured | None) -> Diagnosis:

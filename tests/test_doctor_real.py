@@ -98,7 +98,7 @@ def with_causal_blocks(config: dict[str, Any]) -> None:
     config["dflash_config"]["layer_causal"] = [True] * 5
 
 
-def with_taps_far_off(config: dict[str, Any]) -> None:
+def with_taps_one_higher(config: dict[str, Any]) -> None:
     config["dflash_config"]["target_layer_ids"] = [2, 9, 15, 21, 28]
 
 
@@ -107,18 +107,31 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str, str]] = {
     "theta": (with_theta, "RoPE", "rope_theta 100000, the target's"),
     "window": (with_a_window, "window and causal flag", "all layers full, none causal"),
     "causal flag": (with_causal_blocks, "window and causal flag", "all layers full, none causal"),
-    "taps": (with_taps_far_off, "taps", "layers [1, 8, 14, 20, 27]"),
 }
+
+
+def faulty(folder: Path, plant: Callable[[dict[str, Any]], None]) -> Path:
+    """The bundled drafter with another config."""
+    shutil.copytree(BUNDLED, folder / "faulty")
+    config = json.loads((BUNDLED / "config.json").read_text())
+    plant(config)
+    (folder / "faulty" / "config.json").write_text(json.dumps(config))
+    return folder / "faulty"
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_config_is_found(ward: Ward, tmp_path: Path, name: str) -> None:
     plant, family, change = FAULTS[name]
-    shutil.copytree(BUNDLED, tmp_path / "faulty")
-    config = json.loads((BUNDLED / "config.json").read_text())
-    plant(config)
-    (tmp_path / "faulty" / "config.json").write_text(json.dumps(config))
-    length, diagnosis = ward.examine(tmp_path / "faulty", change)
+    length, diagnosis = ward.examine(faulty(tmp_path, plant), change)
     assert diagnosis.best is not None
     assert diagnosis.status == "cause", (length, diagnosis.text, diagnosis.best.hypothesis.name, diagnosis.best.length)
     assert (diagnosis.best.hypothesis.family, diagnosis.best.hypothesis.name) == (family, change), diagnosis.text
+
+
+def test_taps_one_off_come_out_first_but_cost_too_little_to_be_certain(ward: Ward, tmp_path: Path) -> None:
+    """Neighbouring layers of this target are so alike that six prompts do not settle it; tiny targets show it clearly."""
+    length, diagnosis = ward.examine(faulty(tmp_path, with_taps_one_higher), "layers [1, 8, 14, 20, 27]")
+    assert diagnosis.best is not None
+    assert diagnosis.best.hypothesis.name == "layers [1, 8, 14, 20, 27]", diagnosis.text
+    assert diagnosis.best.length > 1.02 * length
+    assert "layers [1, 8, 14, 20, 27]" in diagnosis.text
