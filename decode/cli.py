@@ -24,6 +24,7 @@ from .batch_live import BatchEvaluation, batch_sizes
 from .batch_memory import describe_batch, require_batch_fits
 from .checkpoints import find_checkpoints
 from .compare import compare
+from .doctor import run_doctor
 from .engine import Engine
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
@@ -82,6 +83,8 @@ def evaluate(config: EvalConfig, shown: str, device: str, dtype: str, argv: list
         check_publication(config.ckpt, config.push_to_hub, config.base_model)
     for text in inputs.warnings:
         print(f"warning: {text}", file=sys.stderr)
+    if config.doctor:
+        return run_doctor(config, inputs, device, dtype, argv)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
     if config.replay is not None:
         methods = [method for method in methods if method[0] != "ar"]

@@ -55,6 +55,8 @@ def compare(config: EvalConfig, checkpoints: Sequence[NamedCheckpoint], run: Run
     """
     if config.push_to_hub is not None:
         raise KitError("push_to_hub with several checkpoints: publish one of them by itself")
+    if config.doctor:
+        raise KitError("doctor with several checkpoints: examine one of them by itself")
     out = config.out_folder
     require_own_folder(out, [checkpoint.name for checkpoint in checkpoints])
     status = 0

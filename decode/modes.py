@@ -25,6 +25,8 @@ def check_modes(config: "EvalConfig") -> None:
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} is {getattr(config, name)} without watch; leave it out, or name a run")
         return
+    if config.doctor:
+        raise ValueError("doctor with watch: examine one checkpoint with --ckpt")
     if config.ckpt and Path(config.ckpt).absolute() != watched_out(config.watch).absolute():  # a recipe names its own
         raise ValueError(
             f"ckpt is {config.ckpt!r} with watch = {config.watch!r}, which takes the checkpoints of that run; leave one out"
@@ -42,7 +44,7 @@ def default_folder(config: "EvalConfig") -> Path:
     """Where the report goes unless told: beside the checkpoint, or here for a hub id."""
     from .settings import split_list
 
-    beside = "-report" if config.replay is None else "-replay"
+    beside = "-doctor" if config.doctor else "-report" if config.replay is None else "-replay"
     if config.watch is not None:
         run = watched_out(config.watch).absolute()
         return run.with_name(run.name + "-watch" + beside)

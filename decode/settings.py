@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO
 from dflash_kit.errors import KitError, require_folder_name
 
+from .doctor_settings import require_doctor_settings
 from .modes import check_modes, default_folder
 from .sampling import Sampling
 
@@ -16,6 +17,7 @@ METHOD_NAMES = (AR, CHAIN, DDTREE)
 PLACE_FIELDS = {"out", "target", "ckpt", "replay", "dry_run", "cpu_threads", "device"}
 PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
 PLACE_FIELDS |= {"watch", "watch_timeout_s", "watch_poll_s"}
+PLACE_FIELDS |= {"doctor"}
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
@@ -96,11 +98,17 @@ class EvalConfig:
     """Hub id of the target for the card; unset: the target that the checkpoint names."""
     dry_run: bool = False
     """Check everything, say what would be done, and write nothing."""
+    doctor: bool = False
+    """Find out why acceptance is bad: replay the chain on a few answers of the target (3 prompts of each benchmark and 64 tokens
+    unless limit and max_new_tokens say otherwise) under each likely fault, and say which one explains it. Status 0: healthy; 1: a
+    cause was found, or acceptance is bad without one. The report, doctor.json, goes to CKPT-doctor unless out is given."""
 
     def __post_init__(self) -> None:
         check_modes(self)
         if self.out is not None:
             require_folder_name("out", self.out)
+        if self.doctor:
+            require_doctor_settings(self)
         if self.push_dry_run and self.push_to_hub is None:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # NaN, too

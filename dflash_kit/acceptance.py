@@ -163,6 +163,9 @@ class PairedDifference:
     """Pooled acceptance length of the first less that of the second."""
     difference_ci95: tuple[float, float] | None
     """Percentile bootstrap that draws a prompt for both at once; None for fewer than two prompts."""
+    difference_ci99: tuple[float, float] | None
+    confidence: float | None
+    """Share of the bootstrap samples in which the first one's rounds are longer."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -183,11 +186,13 @@ def paired_difference(ours: Iterable[RoundLog], theirs: Iterable[RoundLog]) -> P
     def differences(totals: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         return np.asarray(totals[..., 0] / totals[..., 1] - totals[..., 2] / totals[..., 3])
 
-    interval = None
-    if len(common) > 1:
-        interval = _percentiles(differences(_resampled_sums(table)))
+    samples = differences(_resampled_sums(table)) if len(common) > 1 else None
     return PairedDifference(
-        prompts=len(common), difference=float(differences(table.sum(axis=0))), difference_ci95=interval
+        prompts=len(common),
+        difference=float(differences(table.sum(axis=0))),
+        difference_ci95=None if samples is None else _percentiles(samples),
+        difference_ci99=None if samples is None else _percentiles(samples, share=0.99),
+        confidence=None if samples is None else float((samples > 0).mean()),
     )
 
 
@@ -234,8 +239,8 @@ def _resampled_sums(table: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     return np.asarray(table[picks].sum(axis=1))
 
 
-def _percentiles(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
-    low, high = np.percentile(values, [2.5, 97.5])
+def _percentiles(values: "np.ndarray[Any, Any]", share: float = 0.95) -> tuple[float, float]:
+    low, high = np.percentile(values, [50 * (1 - share), 50 * (1 + share)])
     return float(low), float(high)
 
 
