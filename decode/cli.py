@@ -21,6 +21,7 @@ from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
 from .inputs import Inputs, read_inputs
 from .live import LiveEvaluation, method_label, require_prompts_fit
+from .other_engines import OTHER_ENGINES, decode_elsewhere, engine_label, possible_methods
 from .progress import EvaluationProgress
 from .replay import benchmark_name, open_matching_shards, replay_shards
 from .report import REPORT_NAME, build_report, print_report, write_report
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     for text in inputs.warnings:
         print(f"warning: {text}", file=sys.stderr)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
+    if config.engine in OTHER_ENGINES:
+        methods = possible_methods(config, inputs, methods, device)
     if config.replay is not None:
         methods = [method for method in methods if method[0] != "ar"]
         if not methods:
@@ -109,7 +112,10 @@ def _decode(
         require_prompts_fit(benchmarks, tokenizer, config, inputs.spec.max_position_embeddings)
     if config.dry_run:
         return None
-    if done < num_prompts:
+    if done < num_prompts and config.engine in OTHER_ENGINES:
+        _open(config, store)
+        decode_elsewhere(config, inputs, store, methods, dtype, benchmarks, tokenizer)
+    elif done < num_prompts:
         engine = _engine(config, inputs, methods, device, dtype)
         with EvaluationProgress(num_prompts, done) as progress:
             evaluation = LiveEvaluation(
@@ -254,6 +260,7 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
         "warnings": list(inputs.warnings),
         "run": {
             "mode": "live decoding" if config.replay is None else f"replay of {config.replay}",
+            "engine": engine_label(config) if config.replay is None else None,
             "hardware": hardware,
             "dtype": dtype,
             "batch size": 1,

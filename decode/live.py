@@ -13,8 +13,10 @@ from .conversation import Conversation
 from .divergence import Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
 from .fused_engine import FusedEngine
+from .generate_engine import GenerateEngine
 from .results import PromptResult, Response, ResultStore, count_differences
 from .settings import EvalConfig
+from .vllm_engine import VllmEngine
 
 WARM_UP_TOKENS = 8
 
@@ -36,7 +38,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine | FusedEngine,
+        engine: Engine | FusedEngine | GenerateEngine | VllmEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],
@@ -73,7 +75,7 @@ class LiveEvaluation:
                 conversation = conversations[method]
                 prompts[turn, method] = conversation.ask(turn)
                 prefix = self._prefill(prompts[turn, method], conversation.name)
-                self._generator.manual_seed(_stream(self.config.seed, benchmark, prompt.id, turn, method))
+                self._generator.manual_seed(response_seed(self.config.seed, benchmark, prompt.id, turn, method))
                 generation = self.engine.decode(
                     prefix,
                     Method(*method),
@@ -186,6 +188,6 @@ def method_label(method: tuple[str, int]) -> str:
     return f"{name}-{budget}" if name == "ddtree" else name
 
 
-def _stream(seed: int, *where: Any) -> int:
+def response_seed(seed: int, *where: Any) -> int:
     """A seed for one response, the same however an evaluation was interrupted."""
     return int(digest([seed, *where])[:15], 16)

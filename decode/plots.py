@@ -69,8 +69,8 @@ def plot_positions(entries: list[Entry], benchmark: str) -> str:
 
 
 def plot_stages(entries: list[Entry], benchmark: str) -> str:
-    """Milliseconds of a round by stage, stacked, one bar a method; empty text for replay."""
-    timed = [e for e in entries if e["ms_per_round"]]
+    """Milliseconds of a round by stage, stacked, one bar a method; empty text where no stages are known."""
+    timed = [e for e in entries if set(e["ms_per_round"]) - {"total"}]  # engines of others tell no stages
     if not timed:
         return ""
 

@@ -1,0 +1,240 @@
+"""vLLM as an engine of the evaluation: its own chain (method ``dflash``), or its own autoregressive decoding.
+
+See ``vllm_rounds`` for how its rounds are counted.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kit.acceptance import CHAIN, RoundLog
+from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.errors import KitError
+from dflash_kit.vllm_calls import stop
+from dflash_kit.vllm_environment import check_engine_args, prepare_environment
+
+from .engine import Generation, Method, require_context, require_finite
+from .inputs import Inputs
+from .prompt_prefix import PromptPrefix
+from .sampling import GREEDY, Sampling
+from .settings import EvalConfig
+from .vllm_rounds import Counters, read_rounds
+
+NOT_DECODED = Generation([], RoundLog(num_accepted=()))
+
+
+class VllmEngine:
+    """One running vLLM engine; it decodes one prompt at a time.
+
+    Args:
+        engine: vLLM's ``LLMEngine``, started by ``start_vllm``.
+        name: the method that it decodes, ``ar`` or ``chain``.
+        eos_token_ids: tokens that end a response.
+        max_context: tokens of prompt and response together, at most.
+        earlier: responses of the other method, by the seed of their stream, decoded by an engine that has ended.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        *,
+        eos_token_ids: tuple[int, ...],
+        max_context: int,
+        earlier: Mapping[int, Generation] | None = None,
+    ) -> None:
+        self.target = SimpleNamespace(device=torch.device("cpu"))
+        """Where the evaluation keeps its generator of seeds."""
+        self.num_disagreements = 0
+        """Responses whose rounds vLLM's counters do not confirm."""
+        self._engine, self._name = engine, name
+        self._eos_token_ids, self._max_context = list(eos_token_ids), max_context
+        self._earlier = earlier or {}
+        self._request_ids = map(str, itertools.count())
+
+    def prefill(self, prompt_ids: list[int], max_new_tokens: int, max_budget: int, prompt_id: str = "") -> PromptPrefix:
+        """Keep a prompt; arguments as for ``Engine.prefill``.
+
+        Raises:
+            KitError: the prompt fills the context.
+        """
+        require_context(len(prompt_ids), self._max_context, prompt_id)
+        room = self._max_context - len(prompt_ids)
+        return PromptPrefix(prompt_ids, min(max_new_tokens, room), self._logits)
+
+    def decode(
+        self,
+        prefix: PromptPrefix,
+        method: Method,
+        *,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+        prompt_id: str = "",
+        on_round: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """Decode one response; arguments as for ``Engine.decode``, of the generator only its seed is taken.
+
+        Raises:
+            KitError: vLLM gives no response.
+        """
+        seed = generator.initial_seed() if generator is not None else None
+        if method.name != self._name:
+            return NOT_DECODED if seed is None else self._earlier[seed]
+        before = self._count()
+        steps, last = self._run(prefix.prompt_ids, self._params(prefix.max_new_tokens, sampling, seed), prompt_id)
+        reason = last.outputs[0].finish_reason
+        if reason not in ("stop", "length"):
+            raise KitError(f"vLLM ended prompt {prompt_id} with {reason!r} instead of an answer")
+        if on_round is not None:
+            for step in steps[1:]:
+                on_round(len(step))
+        rounds = read_rounds([len(step) for step in steps], self._count().since(before))
+        self.num_disagreements += not rounds.agrees
+        token_ids = [token for step in steps for token in step]
+        log = RoundLog(
+            prompt_id=prompt_id,
+            num_accepted=rounds.num_accepted,
+            cut={"stop": "eos", "length": "length"}[reason] if rounds.is_cut else None,
+            decode_s=last.metrics.last_token_ts - last.metrics.first_token_ts,
+        )
+        assert log.new_tokens == len(token_ids), "rounds and tokens disagree: a bug"
+        return Generation(token_ids, log)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        stop(self._engine)
+
+    def _params(self, max_new_tokens: int, sampling: Sampling, seed: int | None) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=None if sampling.temperature == 0 else seed,
+            max_tokens=max_new_tokens,
+            ignore_eos=True,  # the end tokens are exactly the target's, not the tokenizer's as well
+            stop_token_ids=self._eos_token_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _run(self, prompt_ids: list[int], params: Any, prompt_id: str) -> tuple[list[list[int]], Any]:
+        """Tokens of each step, and vLLM's last output."""
+        steps: list[list[int]] = []
+        last = None
+        try:
+            self._engine.add_request(next(self._request_ids), {"prompt_token_ids": prompt_ids}, params)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    last = output
+                    if output.outputs[0].token_ids:
+                        steps.append(list(output.outputs[0].token_ids))
+        except (RuntimeError, ValueError, OSError) as error:  # its error of a dead engine is a RuntimeError
+            raise KitError(f"vLLM failed at prompt {prompt_id}: {error}") from error
+        assert last is not None
+        return steps, last
+
+    def _count(self) -> Counters:
+        return Counters.read(self._engine.get_metrics())
+
+    def _logits(self, prompt_ids: list[int]) -> Tensor:
+        """Logits (V,) behind the last token, in float32; the engine was started to hand out raw ones."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, ignore_eos=True, detokenize=False)
+        _, last = self._run(prompt_ids, params, "")
+        values = last.outputs[0].logprobs[0]
+        logits = torch.full((max(values) + 1,), -torch.inf)
+        logits[list(values)] = torch.tensor([entry.logprob for entry in values.values()])
+        require_finite(logits, "")
+        return logits
+
+
+def start_vllm(
+    config: EvalConfig,
+    inputs: Inputs,
+    name: str,
+    *,
+    dtype: str,
+    max_context: int,
+    earlier: Mapping[int, Generation] | None = None,
+) -> VllmEngine:
+    """Start vLLM with the drafter (``chain``) or without (``ar``).
+
+    Args:
+        config: the evaluation's.
+        inputs: checkpoint and target.
+        name: the method.
+        dtype: to compute in.
+        max_context: tokens of prompt and response together, at most.
+        earlier: see ``VllmEngine``.
+
+    Raises:
+        KitError: it does not start; vLLM has logged the reason.
+    """
+    if config.cpu_threads is not None and config.device != "cuda":
+        cores = sorted(os.sched_getaffinity(0))[: config.cpu_threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    prepare_environment(int(config.engine_args.get("tensor_parallel_size", 1)))
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    own: dict[str, Any] = {
+        "model": inputs.target,
+        "revision": config.target_revision,
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "enforce_eager": current_platform.is_cpu(),
+        "max_model_len": max_context,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # its counters
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logits",
+    }
+    if name == CHAIN:
+        own["speculative_config"] = chain_method(config.ckpt, inputs.drafter_config)
+    check_engine_args(
+        config.engine_args, [*own, "speculative_config"], [f.name for f in fields(EngineArgs)], "evaluation"
+    )
+    shown = {} if "use_tqdm_on_load" in config.engine_args else {"use_tqdm_on_load": False}
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**own, **shown, **config.engine_args))
+    except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
+        raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
+    eos_token_ids = inputs.spec.eos_token_ids
+    return VllmEngine(engine, name, eos_token_ids=eos_token_ids, max_context=max_context, earlier=earlier)
+
+
+def chain_method(ckpt: str, drafter: DrafterConfig) -> dict[str, Any]:
+    """Argument ``speculative_config``: the checkpoint as it is, and as many drafts as its blocks have."""
+    return {"method": "dflash", "model": ckpt, "num_speculative_tokens": drafter.num_draft_tokens}
+
+
+def reason_against_vllm(drafter: DrafterConfig, *, on_cpu: bool) -> str | None:
+    """Why vLLM cannot decode with this drafter as it was trained; None where it can."""
+    if on_cpu and len(set(drafter.layer_types)) > 1:
+        return (
+            "vLLM drafts with sliding and full layers together on GPUs only (its V2 runner), and this drafter has "
+            f"{', '.join(drafter.layer_types)}"
+        )
+    if DrafterConfig.from_dict(_without_layer_causal(drafter.to_dict())) != drafter:
+        return (
+            "vLLM knows one causal flag for all layers, or causal sliding and bidirectional full ones; this drafter has "
+            f"layer_causal = {list(drafter.layer_causal)}"
+        )
+    return None
+
+
+def _without_layer_causal(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config as vLLM reads it: ``layer_causal`` is a key of ours."""
+    return raw | {"dflash_config": {k: v for k, v in raw["dflash_config"].items() if k != "layer_causal"}}
