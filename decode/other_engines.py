@@ -22,7 +22,7 @@ from .live import LiveEvaluation, open_conversation, response_seed
 from .progress import EvaluationProgress
 from .results import Method, PromptResult, ResultStore
 from .settings import EvalConfig
-from .vllm_engine import VllmEngine, reason_against_vllm, start_vllm
+from .vllm_engine import VllmEngine, VllmSetup, reason_against_vllm, start_vllm
 
 VLLM, GENERATE = "vllm", "transformers-generate"
 OTHER_ENGINES = (VLLM, GENERATE)
@@ -102,10 +102,7 @@ class _Run:
     ) -> None:
         """Start vLLM for one method, decode, and end it."""
         print(f"engine       {engine_label(self._config)}, {name}: starting", flush=True)
-        max_context = longest_context(self._config, self._inputs, self._benchmarks, self._tokenizer)
-        engine = start_vllm(
-            self._config, self._inputs, name, dtype=self._dtype, max_context=max_context, earlier=earlier
-        )
+        engine = start_vllm(self._setup(), name, earlier)
         with closing(engine):
             self.decode(engine, methods, store)
         if engine.num_disagreements:
@@ -114,6 +111,20 @@ class _Run:
                 "show; whether their last round was cut is unknown, and it counts as not cut",
                 file=sys.stderr,
             )
+
+    def _setup(self) -> VllmSetup:
+        config, inputs = self._config, self._inputs
+        return VllmSetup(
+            target=inputs.target,
+            revision=config.target_revision,
+            ckpt=config.ckpt,
+            num_draft_tokens=inputs.drafter_config.num_draft_tokens,
+            eos_token_ids=inputs.spec.eos_token_ids,
+            dtype=self._dtype,
+            max_context=longest_context(config, inputs, self._benchmarks, self._tokenizer),
+            num_cores=config.cpu_threads,
+            engine_args=config.engine_args,
+        )
 
     def decode(self, engine: VllmEngine | GenerateEngine, methods: Sequence[Method], store: ResultStore) -> None:
         """Decode with an engine what the store does not hold yet."""

@@ -6,7 +6,7 @@ See ``vllm_rounds`` for how its rounds are counted.
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +20,8 @@ from dflash_kit.vllm_calls import stop
 from dflash_kit.vllm_environment import check_engine_args, prepare_environment
 
 from .engine import Generation, Method, require_context, require_finite
-from .inputs import Inputs
 from .prompt_prefix import PromptPrefix
 from .sampling import GREEDY, Sampling
-from .settings import EvalConfig
 from .vllm_rounds import Counters, read_rounds
 
 NOT_DECODED = Generation([], RoundLog(num_accepted=()))
@@ -158,66 +156,74 @@ class VllmEngine:
         return logits
 
 
-def start_vllm(
-    config: EvalConfig,
-    inputs: Inputs,
-    name: str,
-    *,
-    dtype: str,
-    max_context: int,
-    earlier: Mapping[int, Generation] | None = None,
-) -> VllmEngine:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmSetup:
+    """What an evaluation's vLLM engines share."""
+
+    target: str
+    """Folder or hub id."""
+    revision: str | None = None
+    """Of a hub id."""
+    ckpt: str
+    """The drafter, as it is."""
+    num_draft_tokens: int
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    dtype: str
+    """Of target and drafter."""
+    max_context: int
+    """Tokens of prompt and response together, at most."""
+    num_cores: int | None = None
+    """CPU cores to run on; None: all."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """The user's further arguments of vLLM's engine."""
+
+
+def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | None = None) -> VllmEngine:
     """Start vLLM with the drafter (``chain``) or without (``ar``).
 
     Args:
-        config: the evaluation's.
-        inputs: checkpoint and target.
+        setup: what to start.
         name: the method.
-        dtype: to compute in.
-        max_context: tokens of prompt and response together, at most.
         earlier: see ``VllmEngine``.
 
     Raises:
         KitError: it does not start; vLLM has logged the reason.
     """
-    if config.cpu_threads is not None and config.device != "cuda":
-        cores = sorted(os.sched_getaffinity(0))[: config.cpu_threads]
+    if setup.num_cores is not None:
+        cores = sorted(os.sched_getaffinity(0))[: setup.num_cores]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-    prepare_environment(int(config.engine_args.get("tensor_parallel_size", 1)))
+    prepare_environment(int(setup.engine_args.get("tensor_parallel_size", 1)))
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
     own: dict[str, Any] = {
-        "model": inputs.target,
-        "revision": config.target_revision,
+        "model": setup.target,
+        "revision": setup.revision,
         "skip_tokenizer_init": True,
-        "dtype": dtype,
+        "dtype": setup.dtype,
         "enforce_eager": current_platform.is_cpu(),
-        "max_model_len": max_context,
+        "max_model_len": setup.max_context,
         "max_num_seqs": 1,
         "enable_prefix_caching": False,
         "disable_log_stats": False,  # its counters
         "max_logprobs": -1,
         "logprobs_mode": "raw_logits",
+        "speculative_config": chain_method(setup) if name == CHAIN else None,
     }
-    if name == CHAIN:
-        own["speculative_config"] = chain_method(config.ckpt, inputs.drafter_config)
-    check_engine_args(
-        config.engine_args, [*own, "speculative_config"], [f.name for f in fields(EngineArgs)], "evaluation"
-    )
-    shown = {} if "use_tqdm_on_load" in config.engine_args else {"use_tqdm_on_load": False}
+    check_engine_args(setup.engine_args, own, [f.name for f in fields(EngineArgs)], "the evaluation")
+    shown = {} if "use_tqdm_on_load" in setup.engine_args else {"use_tqdm_on_load": False}
     try:
-        engine = LLMEngine.from_engine_args(EngineArgs(**own, **shown, **config.engine_args))
-    except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
+        engine = LLMEngine.from_engine_args(EngineArgs(**own, **shown, **setup.engine_args))
+    except (RuntimeError, ValueError, OSError) as error:  # what is not implemented is a RuntimeError
         raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
-    eos_token_ids = inputs.spec.eos_token_ids
-    return VllmEngine(engine, name, eos_token_ids=eos_token_ids, max_context=max_context, earlier=earlier)
+    return VllmEngine(engine, name, eos_token_ids=setup.eos_token_ids, max_context=setup.max_context, earlier=earlier)
 
 
-def chain_method(ckpt: str, drafter: DrafterConfig) -> dict[str, Any]:
+def chain_method(setup: VllmSetup) -> dict[str, Any]:
     """Argument ``speculative_config``: the checkpoint as it is, and as many drafts as its blocks have."""
-    return {"method": "dflash", "model": ckpt, "num_speculative_tokens": drafter.num_draft_tokens}
+    return {"method": "dflash", "model": setup.ckpt, "num_speculative_tokens": setup.num_draft_tokens}
 
 
 def reason_against_vllm(drafter: DrafterConfig, *, on_cpu: bool) -> str | None:

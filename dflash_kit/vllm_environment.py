@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def core_slices(num_workers: int) -> list[list[int]]:
     return [cores[start:end] for start, end in pairwise(ends)]
 
 
-def check_engine_args(extra: dict[str, Any], own: Iterable[str], known: list[str], setter: str) -> None:
+def check_engine_args(extra: Mapping[str, Any], own: Iterable[str], known: list[str], setter: str) -> None:
     """Refuse arguments that vLLM does not know, and those that are not the user's to choose.
 
     Args:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from drafting import make_engine, record_row, tiny_drafter, train_briefly
+from drafting import make_engine, make_trained, tiny_drafter
 
 from decode.cli import main
 from decode.engine import Method
@@ -22,7 +21,7 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import run_cli
 from dflash_kit.hf_assistant import DFlashAssistant
 from dflash_kit.target import load_target, load_tokenizer
-from helpers import make_tiny_target, requires_vllm
+from helpers import requires_vllm
 
 LIMIT_TOKENS = 24
 PROMPTS = ["What is 2 + 3?", "Name a colour.", "Say hello.", "Count to nine."]
@@ -32,20 +31,7 @@ PROMPTS = ["What is 2 + 3?", "Name a colour.", "Say hello.", "Count to nine."]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, prompts, and a drafter (sliding and full layers) trained on its answers."""
     root = tmp_path_factory.mktemp("other")
-    target = make_tiny_target(root / "target")
-    model, tokenizer = load_target(target), load_tokenizer(target)
-    drafter, ends = tiny_drafter(target, sharpness=1.0)
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text, "Again?"]}) + "\n" for text in PROMPTS))
-    engine = make_engine(model, None)
-    rows = []
-    for text in PROMPTS:
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        said = engine.decode(engine.prefill(ids, 60, 0), Method("ar", 0)).token_ids
-        rows.append(record_row(model, drafter, ids, said))
-    train_briefly(drafter, ends, rows, steps=40)
-    drafter.save_pretrained(root / "drafter", dtype=torch.float32, provenance={"target": str(target)})
+    make_trained(root, PROMPTS)
     return root
 
 
