@@ -135,8 +135,11 @@ class VllmEngine:
                     last = output
                     if output.outputs[0].token_ids:
                         steps.append(list(output.outputs[0].token_ids))
-        except (RuntimeError, ValueError, OSError) as error:  # its error of a dead engine is a RuntimeError
-            raise KitError(f"vLLM failed at prompt {prompt_id}: {error}") from error
+        except Exception as error:  # of a dead engine, too, which has a class of its own
+            raise KitError(
+                f"vLLM failed at prompt {prompt_id} ({error or type(error).__name__}; its own messages stand above); finished "
+                "prompts are kept: run the same command again to resume"
+            ) from error
         assert last is not None
         return steps, last
 

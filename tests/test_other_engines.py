@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dflash_kit.acceptance import RoundLog
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import run_cli
 from dflash_kit.hf_assistant import DFlashAssistant
+from dflash_kit.publish import model_card
 from dflash_kit.target import load_target, load_tokenizer
 from helpers import requires_vllm
 
@@ -109,6 +111,19 @@ def test_generate_says_which_last_round_an_end_token_cut(made: Path) -> None:
             assert (got.log.num_accepted, got.log.cut) == (want.log.num_accepted, want.log.cut), (text, eos)
             cuts.append(want.log.cut)
     assert {"eos", None} <= set(cuts), cuts
+
+
+def test_the_cards_python_runs_as_printed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafter, target = str(made / "drafter"), str(made / "target")
+    config = Drafter.from_pretrained(drafter).config
+    card = model_card(drafter, config, {}, {"results": []}, target)
+    code = card[card.index("    from transformers") :].replace("max_new_tokens=256", "max_new_tokens=24")
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(code), names)  # noqa: S102  our own text
+    plain = names["target"].generate(**names["inputs"], do_sample=False, max_new_tokens=24)
+    assert names["output"].tolist() == plain.tolist() and plain.shape[1] == names["inputs"]["input_ids"].shape[1] + 24
+    assert names["tokenizer"].decode(plain[0]) in capsys.readouterr().out
+    assert "V2 runner" in card  # sliding and full layers
 
 
 @pytest.mark.parametrize(
