@@ -62,7 +62,7 @@ def main() -> None:
     runs = [(f"dflash-kit, {name}", first), (f"vllm {installed_vllm()}", theirs), (f"dflash-kit, {name}, again", last)]
     report = {
         "benchmark": "decode_vllm",
-        "target": arguments.shape or str(arguments.target),
+        "target": arguments.shape or Path(arguments.target).name,
         "drafter": "random" if arguments.shape else str(arguments.ckpt),
         "hardware": torch.cuda.get_device_name() if HAS_GPU else f"CPU ({platform.processor() or platform.machine()})",
         "cores": None if HAS_GPU else len(os.sched_getaffinity(0)) if arguments.threads is None else arguments.threads,

@@ -151,8 +151,8 @@ def longest_context(config: EvalConfig, inputs: Inputs, benchmarks: Benchmarks, 
             for turn in range(len(prompt.turns)):
                 num_tokens = len(conversation.ask(turn))
                 conversation.answer([])
-            # An answer that is tokenized again in its conversation may have a few tokens more.
-            answers = (len(prompt.turns) - 1) * (config.max_new_tokens * 5 // 4 + 16) + config.max_new_tokens
+            # Tokenized again in its conversation, an answer of broken characters has three tokens where one stood.
+            answers = (len(prompt.turns) - 1) * (3 * config.max_new_tokens + 16) + config.max_new_tokens
             longest = max(longest, num_tokens + answers)
     return min(inputs.spec.max_position_embeddings, longest + inputs.drafter_config.block_size)
 

@@ -12,12 +12,17 @@ import pytest
 from drafting import make_engine, make_trained, tiny_drafter
 
 from decode.cli import main
+from decode.conversation import Conversation
 from decode.engine import Method
 from decode.generate_engine import GenerateEngine
+from decode.inputs import read_inputs
+from decode.other_engines import longest_context
 from decode.results import PromptResult
+from decode.settings import EvalConfig
 from decode.vllm_engine import reason_against_vllm
 from decode.vllm_rounds import Counters, read_rounds
 from dflash_kit.acceptance import RoundLog
+from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import run_cli
 from dflash_kit.hf_assistant import DFlashAssistant
@@ -145,6 +150,20 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and words in error
     assert not (tmp_path / "out").exists()
+
+
+def test_vllm_keeps_room_for_answers_that_grow_when_they_are_tokenized_again(made: Path) -> None:
+    tokenizer, benchmark = load_tokenizer(made / "target"), str(made / "prompts.jsonl")
+    config = EvalConfig(ckpt=str(made / "drafter"), benchmarks=benchmark, max_new_tokens=LIMIT_TOKENS)
+    prompts = load_benchmark(benchmark)
+    room = longest_context(config, read_inputs(config), {benchmark: prompts}, tokenizer)
+    for prompt in prompts:
+        conversation = Conversation(tokenizer, prompt.turns, prompt.id)
+        conversation.ask(0)
+        conversation.answer([0xFF] * LIMIT_TOKENS)  # bytes that are no text
+        last = conversation.ask(1)
+        assert len(last) > 3 * LIMIT_TOKENS
+        assert len(last) + LIMIT_TOKENS + 8 <= room < 512
 
 
 def test_causal_flags_that_vllm_cannot_read_are_refused(made: Path) -> None:
