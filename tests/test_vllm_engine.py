@@ -79,3 +79,14 @@ def test_a_finished_run_is_not_decoded_again(
     assert (root / "vllm" / "results.jsonl").read_bytes() == before
     other = [*(option for option in theirs if "--engine" not in option)]
     assert run_cli(main, other) == 2 and "holds results with engine = vllm" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_drafter_with_sliding_and_full_layers_decodes_on_a_gpu(tmp_path: Path) -> None:
+    make_trained(tmp_path, PROMPTS)
+    options = [f"--ckpt={tmp_path / 'drafter'}", f"--benchmarks={tmp_path / 'prompts.jsonl'}", "--methods=ar,chain"]
+    options += [f"--max_new_tokens={LIMIT_TOKENS}", "--engine_args.gpu_memory_utilization=0.3", "--engine=vllm"]
+    done = run_command("decode/eval.py", *options, f"--out={tmp_path / 'vllm'}")
+    assert done.returncode == 0, done.stderr  # greedy output was judged in bfloat16
+    report = json.loads((tmp_path / "vllm" / "report.json").read_text())
+    assert report["results"][1]["acceptance_length_pooled"] > 1.2
