@@ -103,7 +103,10 @@ def real_setup(arguments: argparse.Namespace) -> tuple[VllmSetup, list[list[int]
     """A checkpoint and its target, on GSM8K prompts."""
     tokenizer, spec = load_tokenizer(arguments.target), TargetSpec.from_pretrained(arguments.target)
     prompts = [Conversation(tokenizer, p.turns, p.id).ask(0) for p in load_benchmark("gsm8k", arguments.prompts)]
-    return make_setup(arguments, arguments.target, arguments.ckpt, spec.eos_token_ids, prompts), prompts
+    setup = make_setup(
+        arguments, arguments.target, arguments.ckpt, spec.eos_token_ids, spec.max_position_embeddings, prompts
+    )
+    return setup, prompts
 
 
 def random_setup(arguments: argparse.Namespace, folder: Path) -> tuple[VllmSetup, list[list[int]]]:
@@ -114,11 +117,16 @@ def random_setup(arguments: argparse.Namespace, folder: Path) -> tuple[VllmSetup
     random_model(shape).save_pretrained(folder / "target")
     random_drafter(shape, 16, 5).save_pretrained(folder / "drafter")
     prompts = torch.randint(8, shape["vocab_size"], (arguments.prompts, arguments.context)).tolist()
-    return make_setup(arguments, str(folder / "target"), str(folder / "drafter"), (), prompts), prompts
+    return make_setup(arguments, str(folder / "target"), str(folder / "drafter"), (), 16384, prompts), prompts
 
 
 def make_setup(
-    arguments: argparse.Namespace, target: str, ckpt: str, eos_token_ids: tuple[int, ...], prompts: list[list[int]]
+    arguments: argparse.Namespace,
+    target: str,
+    ckpt: str,
+    eos_token_ids: tuple[int, ...],
+    max_positions: int,
+    prompts: list[list[int]],
 ) -> VllmSetup:
     """What all engines run."""
     num_draft_tokens = Drafter.from_pretrained(ckpt).config.num_draft_tokens
@@ -128,7 +136,8 @@ def make_setup(
         num_draft_tokens=num_draft_tokens,
         eos_token_ids=eos_token_ids,
         dtype=DTYPE,
-        max_context=max(map(len, prompts)) + arguments.max_new_tokens + num_draft_tokens + 1,
+        max_context=max(map(len, prompts)) + arguments.max_new_tokens,
+        max_positions=max_positions,
         num_cores=arguments.threads,
     )
 

@@ -122,6 +122,7 @@ class _Run:
             eos_token_ids=inputs.spec.eos_token_ids,
             dtype=self._dtype,
             max_context=longest_context(config, inputs, self._benchmarks, self._tokenizer),
+            max_positions=inputs.spec.max_position_embeddings,
             num_cores=config.cpu_threads,
             engine_args=config.engine_args,
         )
@@ -154,7 +155,7 @@ def longest_context(config: EvalConfig, inputs: Inputs, benchmarks: Benchmarks, 
             # Tokenized again in its conversation, an answer of broken characters has three tokens where one stood.
             answers = (len(prompt.turns) - 1) * (3 * config.max_new_tokens + 16) + config.max_new_tokens
             longest = max(longest, num_tokens + answers)
-    return min(inputs.spec.max_position_embeddings, longest + inputs.drafter_config.block_size)
+    return min(inputs.spec.max_position_embeddings, longest)
 
 
 def _by_seed(config: EvalConfig, results: Sequence[PromptResult]) -> dict[int, Generation]:

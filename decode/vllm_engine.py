@@ -24,6 +24,8 @@ from .prompt_prefix import PromptPrefix
 from .sampling import GREEDY, Sampling
 from .vllm_rounds import Counters, read_rounds
 
+DRAFT_ROOM_BLOCKS = 2
+"""Blocks behind the last token without which vLLM drafts nothing: the one that is verified and the one that is drafted."""
 NOT_DECODED = Generation([], RoundLog(num_accepted=()))
 
 
@@ -176,6 +178,8 @@ class VllmSetup:
     """Of target and drafter."""
     max_context: int
     """Tokens of prompt and response together, at most."""
+    max_positions: int
+    """The target's context: vLLM takes no more."""
     num_cores: int | None = None
     """CPU cores to run on; None: all."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -207,7 +211,7 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
         "skip_tokenizer_init": True,
         "dtype": setup.dtype,
         "enforce_eager": current_platform.is_cpu(),
-        "max_model_len": setup.max_context,
+        "max_model_len": min(setup.max_positions, setup.max_context + DRAFT_ROOM_BLOCKS * (setup.num_draft_tokens + 1)),
         "max_num_seqs": 1,
         "enable_prefix_caching": False,
         "disable_log_stats": False,  # its counters

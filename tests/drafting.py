@@ -80,11 +80,13 @@ def train_briefly(
 
 
 def make_trained(root: Path, prompts: list[str], *, num_sliding_layers: int = 1) -> None:
-    """A tiny target (``target``), prompts of two turns (``prompts.jsonl``) and a drafter (``drafter``) trained on answers."""
+    """A tiny target (``target``), prompts of two turns, long ones of one (``prompts.jsonl``), and a drafter (``drafter``) trained on answers."""
     target = make_tiny_target(root / "target")
     model, tokenizer = load_target(target), load_tokenizer(target)
     drafter, ends = tiny_drafter(target, sharpness=1.0, num_sliding_layers=num_sliding_layers)
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text, "Again?"]}) + "\n" for text in prompts))
+    (root / "prompts.jsonl").write_text(
+        "".join(json.dumps({"turns": [text, "Again?"][: 1 + (len(text) < 99)]}) + "\n" for text in prompts)
+    )
     engine, rows = make_engine(model, None), []
     for text in prompts:
         ids = Conversation(tokenizer, (text,), text).ask(0)
