@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_kit.acceptance import CHAIN, RoundLog
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
-from dflash_kit.vllm_calls import stop
+from dflash_kit.vllm_calls import ask, stop
 from dflash_kit.vllm_environment import check_engine_args, prepare_environment
 
 from .engine import Generation, Method, require_context, require_finite
@@ -26,6 +26,10 @@ from .vllm_rounds import Counters, read_rounds
 
 DRAFT_ROOM_BLOCKS = 2
 """Blocks behind the last token without which vLLM drafts nothing: the one that is verified and the one that is drafted."""
+MENDED = (
+    "note: vLLM's kernel here norms the context keys of all drafter layers by the first layer's weights; mended for this run "
+    "alone, so a server of this vLLM accepts less"
+)
 NOT_DECODED = Generation([], RoundLog(num_accepted=()))
 
 
@@ -218,6 +222,7 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
         "max_logprobs": -1,
         "logprobs_mode": "raw_logits",
         "speculative_config": chain_method(setup) if name == CHAIN else None,
+        "worker_extension_cls": "dflash_kit.vllm_drafter.DrafterAccess",
     }
     check_engine_args(setup.engine_args, own, [f.name for f in fields(EngineArgs)], "the evaluation")
     shown = {} if "use_tqdm_on_load" in setup.engine_args else {"use_tqdm_on_load": False}
@@ -225,6 +230,8 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
         engine = LLMEngine.from_engine_args(EngineArgs(**own, **shown, **setup.engine_args))
     except (RuntimeError, ValueError, OSError) as error:  # what is not implemented is a RuntimeError
         raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
+    if name == CHAIN and any(ask(engine, "norm_each_layer")):
+        print(MENDED, flush=True)
     return VllmEngine(engine, name, eos_token_ids=setup.eos_token_ids, max_context=setup.max_context, earlier=earlier)
 
 

@@ -84,6 +84,7 @@ def make_trained(root: Path, prompts: list[str], *, num_sliding_layers: int = 1)
     target = make_tiny_target(root / "target")
     model, tokenizer = load_target(target), load_tokenizer(target)
     drafter, ends = tiny_drafter(target, sharpness=1.0, num_sliding_layers=num_sliding_layers)
+    drafter.layers[1].self_attn.k_norm.weight *= 3.0  # each layer has norms of its own
     (root / "prompts.jsonl").write_text(
         "".join(json.dumps({"turns": [text, "Again?"][: 1 + (len(text) < 99)]}) + "\n" for text in prompts)
     )
