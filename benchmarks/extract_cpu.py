@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--max_num_seqs", type=int, default=64, help="conversations at once")
     options = parser.parse_args()
 
+    from dflash_kit import vllm_calls
     from extract import vllm_capture
 
     samples, job = make_job(options)
@@ -61,7 +62,7 @@ def main() -> None:
         **{f"{name}_cpu_ms_per_token": spread(values) for name, values in cpu_s.items()},
         "ratio": spread([e / p for e, p in zip(turns["extract"], turns["plain"], strict=True)]),
     }
-    vllm_capture._stop(ours)
+    vllm_calls.stop(ours, finish="shard_writer_finish")
     plain.engine_core.shutdown()
     print(json.dumps(report))
 

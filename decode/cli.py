@@ -32,6 +32,7 @@ from .illustrate import draw_live, draw_replayed, illustrations
 from .inputs import Inputs, read_inputs
 from .kept import forget, kept
 from .live import LiveEvaluation, method_label, require_prompts_fit
+from .other_engines import OTHER_ENGINES, decode_elsewhere, engine_label, possible_methods
 from .progress import EvaluationProgress
 from .replay import benchmark_name, open_matching_shards, replay_shards
 from .report import REPORT_NAME, build_report, print_report, write_report
@@ -86,6 +87,8 @@ def evaluate(config: EvalConfig, shown: str, device: str, dtype: str, argv: list
     if config.doctor:
         return run_doctor(config, inputs, device, dtype, argv)
     methods = config.decoding_methods(inputs.drafter_config.num_draft_tokens)
+    if config.engine in OTHER_ENGINES:
+        methods = possible_methods(config, inputs, methods, device)
     if config.replay is not None:
         methods = [method for method in methods if method[0] != "ar"]
         if not methods:
@@ -156,7 +159,10 @@ def _decode(
         print(f"batch        {words}", flush=True)
     if config.dry_run:
         return None
-    if done < num_prompts:
+    if done < num_prompts and config.engine in OTHER_ENGINES:
+        _open(config, store)
+        decode_elsewhere(config, inputs, store, methods, dtype, benchmarks, tokenizer)
+    elif done < num_prompts:
         engine = _engine(config, inputs, methods, device, dtype, num_prompts - done)
         if isinstance(engine, Engine):
             engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
@@ -316,6 +322,7 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
         "warnings": list(inputs.warnings),
         "run": {
             "mode": "live decoding" if config.replay is None else f"replay of {config.replay}",
+            "engine": engine_label(config) if config.replay is None else None,
             "hardware": hardware,
             "dtype": dtype,
             "batch size": config.batch_size,

@@ -13,8 +13,11 @@ from .conversation import Conversation
 from .divergence import Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
 from .fused_engine import FusedEngine
+from .generate_engine import GenerateEngine
+from .prompt_prefix import PromptPrefix
 from .results import PromptResult, Response, ResultStore, count_differences
 from .settings import EvalConfig
+from .vllm_engine import VllmEngine
 
 WARM_UP_TOKENS = 8
 
@@ -36,7 +39,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine | FusedEngine,
+        engine: Engine | FusedEngine | GenerateEngine | VllmEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],
@@ -44,12 +47,13 @@ class LiveEvaluation:
         on_response: OnResponse | None = None,
         on_prompt: Callable[[PromptResult], None] | None = None,
     ) -> None:
-        self.engine, self.tokenizer, self.config, self.methods = engine, tokenizer, config, list(methods)
+        self.engine: Any = engine  # each takes the prefixes that it made itself
+        self.tokenizer, self.config, self.methods = tokenizer, config, list(methods)
         self._dtype = dtype
         self._on_response = on_response or (lambda method, generation: None)
         self._on_prompt = on_prompt or (lambda result: None)
         self._generator = torch.Generator(device=engine.target.device)
-        self._prefilled: tuple[list[int], Prefix] | None = None
+        self._prefilled: tuple[list[int], Prefix | PromptPrefix] | None = None
 
     def run(self, benchmarks: dict[str, list[BenchmarkPrompt]], store: ResultStore) -> None:
         """Decode what the store does not hold yet."""
@@ -104,7 +108,7 @@ class LiveEvaluation:
             divergences=tuple(self._divergences(responses, prompts)),
         )
 
-    def _prefill(self, prompt_ids: list[int], name: str) -> Prefix:
+    def _prefill(self, prompt_ids: list[int], name: str) -> Prefix | PromptPrefix:
         """One prefill serves all methods whose conversation is the same up to here."""
         if self._prefilled is None or self._prefilled[0] != prompt_ids:
             max_budget = max(budget for _, budget in self.methods)

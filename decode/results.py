@@ -145,6 +145,10 @@ class ResultStore:
             self._lock.close()
             self._lock = None
 
+    def inner(self, name: str) -> "ResultStore":
+        """A store in a folder of this one, with the same settings, for results that are not whole yet."""
+        return ResultStore(self.folder / name, self._settings)
+
     def has(self, benchmark: str, prompt_id: str) -> bool:
         """Whether this prompt is finished."""
         return (benchmark, prompt_id) in self._finished

@@ -1,7 +1,7 @@
 """Options of `decode/eval.py`, and what they ask to be decoded."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -82,9 +82,13 @@ class EvalConfig:
     """Prompts decoded at a time, by the portable engine. Tokens are the same; above 1, speeds are those of the batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
-    engine: Literal["auto", "fused", "portable"] = "auto"
+    engine: Literal["auto", "fused", "portable", "vllm", "transformers-generate"] = "auto"
     """fused: whole rounds as CUDA graphs, greedy, dense Llama-like and hybrid targets; portable: anything transformers runs; auto
-    takes fused on a GPU where it can and the target is no hybrid."""
+    takes fused on a GPU where it can and the target is no hybrid. vllm: vLLM's chain and its autoregressive decoding;
+    transformers-generate: generate(speculation_type="dflash"), greedy; neither has ddtree, which is left out."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine by their own names (vllm only), as JSON or one by one:
+    --engine_args.gpu_memory_utilization 0.5."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is many times slower, and refused)."""
     cpu_threads: int | None = None
@@ -133,6 +137,12 @@ class EvalConfig:
             raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ValueError(f"cpu_threads is {self.cpu_threads}; at least 1 is needed")
+        if self.engine in ("vllm", "transformers-generate") and self.replay is not None:
+            raise ValueError(f"replay reads shards and decodes nothing; leave engine {self.engine} out")
+        if self.engine == "transformers-generate" and self.temperature > 0:
+            raise ValueError("transformers-generate tempers and samples the drafts as well; it is for temperature 0")
+        if self.engine_args and self.engine != "vllm":
+            raise ValueError(f"engine_args are vLLM's, and engine is {self.engine}; leave them out, or use engine vllm")
         unknown = [name for name in self.method_names if name not in METHOD_NAMES]
         if unknown or not self.method_names:
             raise ValueError(f"methods is {self.methods!r}; allowed: {', '.join(METHOD_NAMES)}")
@@ -196,6 +206,8 @@ class EvalConfig:
         values = {name: value for name, value in asdict(self).items() if name not in PLACE_FIELDS}
         if self.batch_size == 1:
             del values["batch_size"]  # which older report folders do not name
+        if not self.engine_args:  # nor this
+            del values["engine_args"]
         budgets = [*self.budget_list, *([AUTO] if self.auto_cap is not None else [])]
         return values | {"benchmarks": self.benchmark_names, "methods": self.method_names, "budgets": budgets}
 

@@ -10,11 +10,15 @@ from torch.nn import functional
 
 from .drafter import Drafter
 from .drafter_config import FULL
+from .errors import KitError
 from .hub import checkpoint_folder
 
 
 class DFlashAssistant(nn.Module):
     """What transformers calls each round: new taps in, hidden states of one block out.
+
+    Raises:
+        KitError: the drafter taps the target's last layer.
 
     Example:
         ``target.generate(**inputs, assistant_model=DFlashAssistant.from_pretrained(ckpt), speculation_type="dflash")``
@@ -31,8 +35,12 @@ class DFlashAssistant(nn.Module):
         # The cache that transformers builds from this config must keep every token: the masks apply the windows.
         raw.update(layer_types=[FULL] * drafter.config.num_hidden_layers, use_sliding_window=False)
         self.config = Qwen3Config(**raw)
-        # transformers counts the embeddings as hidden state 0, so the output of layer k is hidden state k + 1.
-        self.config.target_layer_ids = [i + 1 for i in drafter.config.target_layer_ids]
+        # Asked for some hidden states alone (5.17 and later), transformers hands out the output of layer k as number k; in
+        # a full list the embeddings are number 0. The last layer's output would come behind the final norm.
+        self.config.target_layer_ids = list(drafter.config.target_layer_ids)
+        last = drafter.config.num_target_layers - 1
+        if last in self.config.target_layer_ids:
+            raise KitError(f"the drafter taps the target's last layer {last}, which transformers hands out normed")
         self.config.block_size = drafter.config.block_size
         self.config.mask_token_id = drafter.config.mask_token_id
 

@@ -165,8 +165,6 @@ def model_card(
     """A card with ``base_model``, how the drafter was made, what was measured, and how to serve it."""
     header = provenance.get("shards_header") or {}
     metrics = provenance.get("metrics") or {}
-    drafts = config.num_draft_tokens
-    speculative = json.dumps({"method": "dflash", "model": repo_id, "num_speculative_tokens": drafts})
     lines = [
         "---",
         f"base_model: {base_model}",
@@ -196,20 +194,42 @@ def model_card(
         f"{header.get('engine_version', '')}, sampling {json.dumps(header.get('sampling', {}))}. "
         f"Everything else is in `{PROVENANCE_NAME}`.",
         "",
+        *_serving(repo_id, config, base_model),
+    ]
+    return "\n".join(lines)
+
+
+def _serving(repo_id: str, config: DrafterConfig, base_model: str) -> list[str]:
+    """Commands as a user may copy them."""
+    drafts = {"method": "dflash", "model": repo_id, "num_speculative_tokens": config.num_draft_tokens}
+    runner = [
+        "    # sliding and full layers together: on GPUs, by vLLM's V2 runner (VLLM_USE_V2_MODEL_RUNNER=1 if not the default)"
+    ]
+    return [
         "## Serving",
         "",
         "    # vLLM",
-        f"    vllm serve {base_model} --speculative-config '{speculative}'",
-        "    # SGLang",
+        *(runner if len(set(config.layer_types)) > 1 else []),
+        f"    vllm serve {base_model} --speculative-config '{json.dumps(drafts)}'",
+        "    # SGLang (not tried with this checkpoint)",
         f"    python -m sglang.launch_server --model-path {base_model} --speculative-algorithm DFLASH \\",
         f"        --speculative-draft-model-path {repo_id}",
-        "    # transformers, in Python",
+        "    # transformers, 5.17 or newer, in Python",
+        "    from transformers import AutoModelForCausalLM, AutoTokenizer",
         "    from dflash_kit.hf_assistant import DFlashAssistant",
-        f'    target.generate(**inputs, assistant_model=DFlashAssistant.from_pretrained("{repo_id}"), '
-        'speculation_type="dflash")',
+        f'    tokenizer = AutoTokenizer.from_pretrained("{base_model}")',
+        f'    target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto", device_map="auto")',
+        f'    drafter = DFlashAssistant.from_pretrained("{repo_id}", dtype=target.dtype, device=target.device)',
+        '    messages = [{"role": "user", "content": "Why is the sky blue?"}]',
+        "    inputs = tokenizer.apply_chat_template(",
+        '        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+        "    ).to(target.device)",
+        "    output = target.generate(",
+        '        **inputs, assistant_model=drafter, speculation_type="dflash", do_sample=False, max_new_tokens=256',
+        "    )",
+        "    print(tokenizer.decode(output[0]))",
         "",
     ]
-    return "\n".join(lines)
 
 
 def _conditions(report: Mapping[str, Any]) -> str:

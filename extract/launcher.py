@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from dflash_kit.errors import KitError
 from dflash_kit.shard_share import Share
+from dflash_kit.vllm_environment import core_slices
 
 from .capture import Progress
 from .places import Place
@@ -174,15 +174,6 @@ def gpu_groups(num_workers: int, gpus_each: int) -> list[str]:
             f"{len(devices)} are visible here: allowed are up to {len(devices) // gpus_each} workers"
         )
     return [",".join(devices[i * gpus_each : (i + 1) * gpus_each]) for i in range(num_workers)]
-
-
-def core_slices(num_workers: int) -> list[list[int]]:
-    """CPU cores for each process where the target runs on them: two that share cores hinder each other."""
-    cores = sorted(os.sched_getaffinity(0))
-    if num_workers > len(cores):
-        return [[cores[i % len(cores)]] for i in range(num_workers)]
-    ends = [i * len(cores) // num_workers for i in range(num_workers + 1)]
-    return [cores[start:end] for start, end in pairwise(ends)]
 
 
 def _environment(gpus: str | None) -> dict[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import dflash_kit
+from dflash_kit.vllm_environment import check_engine_args, cpu_environment
 
 from .capture import Job
-from .vllm_capture import check_engine_args, connector, extraction_method
-from .vllm_environment import cpu_environment
+from .vllm_capture import connector, extraction_method
 
 
 def serve_command(job: Job) -> str:
@@ -41,7 +41,7 @@ def serve_command(job: Job) -> str:
         "kv_transfer_config": _served_connector(job),
         "worker_extension_cls": "dflash_kit.vllm_served.SessionAccess",
     }
-    check_engine_args(job.engine_args, {**own, "model": ""}, [field.name for field in fields(EngineArgs)])
+    check_engine_args(job.engine_args, {**own, "model": ""}, [field.name for field in fields(EngineArgs)], "extraction")
     words = [*_program(), job.spec.name, "--host", "127.0.0.1", "--port", "8000"]
     words += ["--middleware", "dflash_kit.vllm_routes.ShardRoutes"]
     for name, value in {**own, **job.engine_args}.items():

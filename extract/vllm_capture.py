@@ -1,10 +1,9 @@
 """Capture by vLLM: the driver feeds requests, the worker writes the shards (see ``dflash_kit.vllm_connector``)."""
 
-import difflib
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from importlib import import_module
@@ -12,13 +11,13 @@ from typing import Any
 
 from dflash_kit.errors import KitError
 from dflash_kit.spool_room import POLL_S
+from dflash_kit.vllm_calls import ask, stop
+from dflash_kit.vllm_environment import check_engine_args, prepare_environment
 from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
 from .failures import Failures
 from .prompts import Sample, answer_seed
-from .vllm_calls import ask, stop
-from .vllm_environment import prepare_environment
 
 # How long rows may take from the end of a request to the writer before the run is given up.
 STALL_S = 300.0
@@ -49,7 +48,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
         yield from run.run()
         yield run.finish(run.failures.settle(summary))
     finally:
-        stop(engine)
+        stop(engine, finish="shard_writer_finish")
 
 
 def start_engine(job: Job, samples: list[Sample]) -> Any:
@@ -88,7 +87,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     shown = {} if job.verbose or "use_tqdm_on_load" in job.engine_args else {"use_tqdm_on_load": False}
     if job.max_num_batched_tokens is not None:
         own["max_num_batched_tokens"] = job.max_num_batched_tokens
-    check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)])
+    check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)], "extraction")
     arguments = EngineArgs(**own, **shown, **job.engine_args)
     try:
         engine = LLMEngine.from_engine_args(arguments)
@@ -97,17 +96,6 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     if skip_drafts:
         engine.collective_rpc("skip_draft_tokens")
     return engine
-
-
-def check_engine_args(extra: dict[str, Any], own: Iterable[str], known: list[str]) -> None:
-    """Refuse arguments that vLLM does not know, and those that extraction sets itself."""
-    for name in extra:
-        if name in own:
-            raise KitError(f"engine_args.{name} is set by extraction itself; use its own option, or leave it out")
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise KitError(f"vLLM's engine has no argument {name!r}{hint}")
 
 
 def extraction_method(job: Job) -> dict[str, Any]:

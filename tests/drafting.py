@@ -1,5 +1,6 @@
 """What the decoding tests share: drafters that accept something, recorded rows, and engines."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,23 +8,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from decode.conversation import Conversation
 from decode.engine import Engine, Generation, Method
 from decode.target_runner import TargetRunner
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.masks import BlockLayout
 from dflash_kit.shards import Row, ShardsHeader
-from dflash_kit.target import TargetSpec
+from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
+from helpers import make_tiny_target
 
 MASK = 259
 """A reserved token of the tiny target."""
 
 
 def tiny_drafter(
-    target: Path, *, block_size: int = 8, seed: int = 0, sharpness: float = 6.0
+    target: Path, *, block_size: int = 8, seed: int = 0, sharpness: float = 6.0, num_sliding_layers: int = 1
 ) -> tuple[Drafter, TargetEnds]:
-    """A random drafter with one sliding and one full layer, whose window is shorter than the rows.
+    """A random drafter of two layers, one sliding and one full unless told, whose window is shorter than the rows.
 
     Sharp distributions, as a trained drafter has, let trees grow deep as well as wide.
     """
@@ -31,7 +34,7 @@ def tiny_drafter(
         TargetSpec.from_pretrained(target),
         mask_token_id=MASK,
         num_hidden_layers=2,
-        num_sliding_layers=1,
+        num_sliding_layers=num_sliding_layers,
         sliding_window=max(12, block_size),
         block_size=block_size,
         num_taps=2,
@@ -74,6 +77,24 @@ def train_briefly(
         loss.backward()
         optimizer.step()
     drafter.eval().requires_grad_(False)
+
+
+def make_trained(root: Path, prompts: list[str], *, num_sliding_layers: int = 1) -> None:
+    """A tiny target (``target``), prompts of two turns, long ones of one (``prompts.jsonl``), and a drafter (``drafter``) trained on answers."""
+    target = make_tiny_target(root / "target")
+    model, tokenizer = load_target(target), load_tokenizer(target)
+    drafter, ends = tiny_drafter(target, sharpness=1.0, num_sliding_layers=num_sliding_layers)
+    drafter.layers[1].self_attn.k_norm.weight *= 3.0  # each layer has norms of its own
+    (root / "prompts.jsonl").write_text(
+        "".join(json.dumps({"turns": [text, "Again?"][: 1 + (len(text) < 99)]}) + "\n" for text in prompts)
+    )
+    engine, rows = make_engine(model, None), []
+    for text in prompts:
+        ids = Conversation(tokenizer, (text,), text).ask(0)
+        said = decode_once(engine, ids, "ar", 0, 60).token_ids
+        rows.append(record_row(model, drafter, ids, said))
+    train_briefly(drafter, ends, rows, steps=40)
+    drafter.save_pretrained(root / "drafter", dtype=torch.float32, provenance={"target": str(target)})
 
 
 def make_engine(model: Any, drafter: Drafter | None, *, eos: tuple[int, ...] = (), max_context: int = 512) -> Engine:

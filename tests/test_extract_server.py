@@ -12,7 +12,8 @@ import torch
 from dflash_kit.errors import KitError
 from dflash_kit.shards import Row, ShardsHeader, ShardWriter, open_shards
 from dflash_kit.target import TargetSpec
-from extract import server_capture, vllm_environment
+from dflash_kit.vllm_environment import cpu_environment
+from extract import server_capture
 from extract.cli import main
 from extract.server import Server
 from helpers import requires_vllm
@@ -282,5 +283,5 @@ def test_the_printed_command_is_that_of_the_command_line(tiny_target, prompts, t
 @requires_vllm
 def test_a_rank_on_a_cpu_gets_cores_of_its_own(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 5, 7})
-    one, two = (vllm_environment.cpu_environment(count)["VLLM_CPU_OMP_THREADS_BIND"] for count in (1, 2))
+    one, two = (cpu_environment(count)["VLLM_CPU_OMP_THREADS_BIND"] for count in (1, 2))
     assert (one, two) == ("2,3,5,7", "2,3|5,7")

@@ -10,7 +10,9 @@ import torch
 from dflash_kit.errors import KitError
 from dflash_kit.shards import ShardsHeader, open_shards, verify_shards
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer, tap_layer_ids
-from extract import vllm_calls, vllm_capture
+from dflash_kit.vllm_calls import stop
+from dflash_kit.vllm_environment import prepare_environment
+from extract import vllm_capture
 from extract.capture import Job
 from extract.conversations import Conversation
 from extract.plan import make_plan
@@ -94,7 +96,7 @@ def capture(smollm2, environment, tmp_path_factory):
         longest_tokens=plan.longest_tokens,
         max_num_batched_tokens=64,  # long prompts are prefilled in chunks
     )
-    vllm_capture.prepare_environment()
+    prepare_environment()
     engine = vllm_capture.start_engine(job, plan.samples)
     try:
         reports = list(vllm_capture._Run(engine, job, plan.samples).run())
@@ -105,7 +107,7 @@ def capture(smollm2, environment, tmp_path_factory):
         with pytest.raises(KitError, match=f"sample {plan.samples[0].id} was captured twice"):
             list(repeated.run())
     finally:
-        vllm_calls.stop(engine)
+        stop(engine, finish="shard_writer_finish")
     return plan, reports, open_shards(job.folder)
 
 

@@ -1,5 +1,6 @@
 """Our checkpoints drive transformers' own DFlash decoding, and its output stays the target's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,16 @@ def test_generate_with_our_drafter_equals_greedy_generation(kinds: tuple[str, ..
         assert positions[0, -4:].tolist() == list(range(start, start + 4))
         whole = assistant.drafter(noise, taps, torch.arange(start + 4)[None])
         torch.testing.assert_close(hidden, whole, atol=1e-5, rtol=1e-5)
-    assert assistant.drafter.config.target_layer_ids == (1, 3) and assistant.config.target_layer_ids == [2, 4]
+    states = target(drafted, output_hidden_states=True).hidden_states
+    want = torch.cat([states[k + 1] for k in assistant.drafter.config.target_layer_ids], dim=-1)
+    torch.testing.assert_close(taps, want[:, : taps.shape[1]], atol=1e-4, rtol=1e-4)
+
+
+def test_a_tap_that_transformers_hands_out_normed_is_refused() -> None:
+    drafter = tiny_drafter()
+    drafter.config = replace(drafter.config, num_target_layers=drafter.config.target_layer_ids[-1] + 1)
+    with pytest.raises(KitError, match="last layer 3, which transformers hands out normed"):
+        DFlashAssistant(drafter)
 
 
 def test_a_checkpoint_stored_in_bfloat16_serves_a_float32_target(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from extract import vllm_calls
-from extract.vllm_calls import EngineGoneError, ask, stop
+from dflash_kit import vllm_calls
+from dflash_kit.vllm_calls import EngineGoneError, ask, stop
 
 
 class FakeEngine:
@@ -53,6 +53,6 @@ def test_an_engine_that_is_silent_is_given_up_in_time():
 def test_stopping_ends_whatever_the_engine_does(monkeypatch, capsys):
     monkeypatch.setattr(vllm_calls, "CLOSE_S", 0.3)
     engine = FakeEngine(dies_after_s=0.1, shuts_down=False)
-    stop(engine)
+    stop(engine, finish="shard_writer_finish")
     assert engine.was_shut_down
     assert "did not close in order (EngineGoneError)" in capsys.readouterr().err

@@ -1,12 +1,16 @@
 """What vLLM's processes find in their environment: how they are started, how fast they are, and how much they say."""
 
+import difflib
 import logging
 import os
 import platform
 import sys
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from .launcher import core_slices
+from .errors import KitError
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -56,3 +60,33 @@ def cpu_environment(num_ranks: int = 1) -> dict[str, str]:
     if platform.machine() == "x86_64" and openmp.exists():
         settings["LD_PRELOAD"] = str(openmp)  # takes effect in the engine's processes, which are started afresh
     return settings
+
+
+def core_slices(num_workers: int) -> list[list[int]]:
+    """CPU cores for each process where the target runs on them: two that share cores hinder each other."""
+    cores = sorted(os.sched_getaffinity(0))
+    if num_workers > len(cores):
+        return [[cores[i % len(cores)]] for i in range(num_workers)]
+    ends = [i * len(cores) // num_workers for i in range(num_workers + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
+
+
+def check_engine_args(extra: Mapping[str, Any], own: Iterable[str], known: list[str], setter: str) -> None:
+    """Refuse arguments that vLLM does not know, and those that are not the user's to choose.
+
+    Args:
+        extra: what the user gave.
+        own: names that the caller sets.
+        known: names of vLLM's ``EngineArgs``.
+        setter: what sets ``own``, for the message.
+
+    Raises:
+        KitError: naming the argument, and the nearest one that vLLM knows.
+    """
+    for name in extra:
+        if name in own:
+            raise KitError(f"engine_args.{name} is set by {setter} itself; use its own option, or leave it out")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise KitError(f"vLLM's engine has no argument {name!r}{hint}")

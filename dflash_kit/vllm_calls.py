@@ -7,7 +7,7 @@ from typing import Any
 
 POLL_S = 0.2
 CLOSE_S = 60.0
-"""Seconds in which an engine in order finishes its shards."""
+"""Seconds in which an engine in order finishes what it holds."""
 
 
 class EngineGoneError(RuntimeError):
@@ -58,10 +58,16 @@ def is_dead(engine: Any) -> bool:
     return bool(getattr(resources, "engine_dead", False))
 
 
-def stop(engine: Any) -> None:
-    """Finish what the writer holds, if the engine still answers, and end its processes."""
+def stop(engine: Any, *, finish: str | None = None) -> None:
+    """End an engine's processes.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        finish: a method of the workers that saves what they hold, called with None first if the engine still answers.
+    """
     try:
-        ask(engine, "shard_writer_finish", (None,), timeout_s=CLOSE_S)
+        if finish is not None:
+            ask(engine, finish, (None,), timeout_s=CLOSE_S)
     except Exception as error:  # a dead engine: its unfinished shard is dropped by the next run
         print(f"note: the engine did not close in order ({type(error).__name__})", file=sys.stderr)
     end = threading.Thread(target=engine.engine_core.shutdown, kwargs={"timeout": 1.0}, daemon=True)
