@@ -144,7 +144,7 @@ def _hop_on(drafter: Drafter, ends: TargetEnds, walks: list[RowWalk], budget: in
     for start in range(0, len(todo), anchors_per_chunk):
         chunk = todo[start : start + anchors_per_chunk]
         for walk in {id(walk): walk for walk, _ in chunk}.values():
-            walk.context = walk.context or RowContext.of(drafter, walk.row)
+            walk.context = walk.context or RowContext.of(drafter, walk.row, walk.num_context)
         hidden = draft_blocks(drafter, ends, [(walk.context, anchor) for walk, anchor in chunk if walk.context])
         truths = torch.stack([walk.truth(anchor, drafter.config.num_draft_tokens) for walk, anchor in chunk])
         for (walk, anchor), reach in zip(chunk, find_reaches(ends, hidden, truths, budget), strict=True):

@@ -31,10 +31,10 @@ class RowContext:
     keys_values: list[KeyValue]
 
     @classmethod
-    def of(cls, drafter: Drafter, row: Row) -> "RowContext":
-        """Run the drafter's context pass over a whole row."""
+    def of(cls, drafter: Drafter, row: Row, num_tokens: int) -> "RowContext":
+        """Run the drafter's context pass over the first ``num_tokens`` tokens of a row."""
         weight = drafter.fc.weight
-        features = row.hidden_states[None].to(device=weight.device, dtype=weight.dtype)
+        features = row.hidden_states[None, :num_tokens].to(device=weight.device, dtype=weight.dtype)
         positions = torch.arange(features.shape[1], device=weight.device)
         return cls(row.token_ids().long(), drafter.context(features, positions))
 

@@ -51,6 +51,11 @@ class RowWalk:
     def is_done(self) -> bool:
         return all(step.at >= step.last for steps in self._steps for step in steps)
 
+    @property
+    def num_context(self) -> int:
+        """Tokens in front of the last anchor that there can be, itself included."""
+        return max(steps[0].last for steps in self._steps)
+
     def anchors(self) -> list[int]:
         """Where the methods stand, ascending."""
         return sorted({step.at for steps in self._steps for step in steps if step.at < step.last})
@@ -86,9 +91,7 @@ class RowWalk:
 
     def logs(self) -> dict[Method, list[RoundLog]]:
         """The rounds by method, one log a response."""
-        return {
-            method: [self._log(steps[i]) for steps in self._steps] for i, method in enumerate(self.methods)
-        }
+        return {method: [self._log(steps[i]) for steps in self._steps] for i, method in enumerate(self.methods)}
 
     def _log(self, step: _Steps) -> RoundLog:
         ended = "eos" if int(self.tokens[step.last]) in self.eos_token_ids else "length"

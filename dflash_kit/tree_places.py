@@ -102,9 +102,7 @@ class _Candidates:
     is_crowded: Tensor
 
     @classmethod
-    def of(
-        cls, looks: Sequence[Look], trees: Tensor, threshold: Tensor, best: Tensor, budget: int
-    ) -> "_Candidates":
+    def of(cls, looks: Sequence[Look], trees: Tensor, threshold: Tensor, best: Tensor, budget: int) -> "_Candidates":
         """Collect them; the best path of the depths above tells how much a token must have."""
         num_depths = best.shape[1]
         above = torch.cat([best.new_zeros(len(best), 1), best[:, :-1]], dim=1)
@@ -114,7 +112,9 @@ class _Candidates:
             logits, log_sums = look.of(trees)
             depths = slice(look.first_depth, look.first_depth + logits.shape[1])
             least = threshold[:, None] - above[:, depths] + log_sums
-            margin = 1e-6 * (1 + least.abs() + log_sums.abs())  # float32's rounding: what it lets in is sorted out below
+            margin = 1e-6 * (
+                1 + least.abs() + log_sums.abs()
+            )  # float32's rounding: what it lets in is sorted out below
             is_candidate = logits >= (least - margin).float()[..., None]
             if bool((crowded := is_candidate.sum(-1) > budget + CROWD).any()):
                 sure = (logits >= (least + margin).float()[..., None]).sum(-1) > budget
@@ -147,9 +147,9 @@ class _Candidates:
             segment = trees * self.num_depths + depth
             room = segment * width + (scores - self.threshold[trees])
             some, all_ = (
-                (torch.searchsorted(keys, room + slack, right=True) - self.starts[segment]).clamp(min=0).minimum(
-                    self.counts[segment]
-                )
+                (torch.searchsorted(keys, room + slack, right=True) - self.starts[segment])
+                .clamp(min=0)
+                .minimum(self.counts[segment])
                 for slack in (-TOLERANCE, TOLERANCE)
             )
             self.is_out |= num_before + _sums(trees, some, num_trees) >= budget
