@@ -129,6 +129,11 @@ def replay_rows(
             yield walk.row, walk.logs()
 
 
+def looks_ahead(device: torch.device) -> bool:
+    """Whether to draft at anchors that no method has come to yet, where few have: on a GPU that costs little."""
+    return device.type != "cpu"
+
+
 def methods(config: DrafterConfig, budgets: Sequence[int]) -> list[Method]:
     """What one pass answers: the chain, and DDTree at each budget."""
     return [(CHAIN, config.num_draft_tokens), *((DDTREE, budget) for budget in budgets)]
@@ -139,7 +144,7 @@ def _hop_on(drafter: Drafter, ends: TargetEnds, walks: list[RowWalk], budget: in
     """Draft at the anchors where the methods of these rows stand, and hop as far as is known then."""
     todo = [(walk, anchor) for walk in walks for anchor in walk.anchors()]
     spare = anchors_per_chunk - len(todo)
-    if spare > 0 and ends.head.device.type != "cpu":  # a block more costs nothing there, and may save a pass
+    if spare > 0 and walks and looks_ahead(ends.head.device):
         todo += [(walk, anchor) for walk in walks for anchor in walk.anchors_ahead(-(-spare // len(walks)))]
     for start in range(0, len(todo), anchors_per_chunk):
         chunk = todo[start : start + anchors_per_chunk]

@@ -14,8 +14,10 @@ from .masks import BlockLayout
 from .shards import Row
 from .target_ends import TargetEnds
 
-ROWS_PER_PASS = 8
-"""Rows that a GPU drafts in one pass: launches become fewer, but a block is masked against the tokens of all of them."""
+
+def rows_per_pass(device: torch.device) -> int:
+    """Rows drafted in one pass: on a GPU launches become fewer, but a block is masked against the tokens of all of them."""
+    return 1 if device.type == "cpu" else 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +50,10 @@ def draft_blocks(drafter: Drafter, ends: TargetEnds, places: Sequence[tuple[RowC
         places: row and anchor of each block.
     """
     rows = list({id(context): context for context, _ in places}.values())
-    rows_per_pass = 1 if drafter.fc.weight.device.type == "cpu" else ROWS_PER_PASS
+    num_together = rows_per_pass(drafter.fc.weight.device)
     hidden: Tensor | None = None
-    for start in range(0, len(rows), rows_per_pass):
-        group = rows[start : start + rows_per_pass]
+    for start in range(0, len(rows), num_together):
+        group = rows[start : start + num_together]
         members = [i for i, (context, _) in enumerate(places) if any(context is row for row in group)]
         found = _draft_pass(drafter, ends, group, [places[i] for i in members])
         if hidden is None:

@@ -7,7 +7,7 @@ import torch
 
 from dflash_kit.acceptance import Acceptance, RoundLog, summarise
 from dflash_kit.drafter import Drafter
-from dflash_kit.replay import Method, methods, replay_row
+from dflash_kit.replay import Method, methods, replay_rows
 from dflash_kit.shards import Shards
 from dflash_kit.target_ends import TargetEnds
 
@@ -65,8 +65,8 @@ class Validation:
             parallel: the processes.
         """
         logs: dict[Method, list[RoundLog]] = {method: [] for method in methods(drafter.config, self.budgets)}
-        for index in self.rows[parallel.rank :: parallel.world_size]:
-            found = replay_row(drafter, self.ends, self.shards[index], self.budgets, eos_token_ids=self.eos_token_ids)
+        rows = (self.shards[index] for index in self.rows[parallel.rank :: parallel.world_size])
+        for _, found in replay_rows(drafter, self.ends, rows, self.budgets, eos_token_ids=self.eos_token_ids):
             for method, responses in found.items():
                 logs[method].extend(responses)
         everyone = parallel.gather(logs)
