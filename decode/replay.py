@@ -1,14 +1,14 @@
 """The evaluation command's ``--replay``: acceptance from shards, without running the target."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dflash_kit.acceptance import AR
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
-from dflash_kit.replay import replay_row
-from dflash_kit.shards import Shards, open_shards
+from dflash_kit.replay import replay_rows
+from dflash_kit.shards import Row, Shards, open_shards
 from dflash_kit.target import TargetSpec
 from dflash_kit.target_ends import TargetEnds
 
@@ -63,19 +63,24 @@ def replay_shards(
     benchmark = benchmark_name(config)
     methods = [m for m in config.decoding_methods(drafter.config.num_draft_tokens) if m[0] != AR]
     budgets = [budget for name, budget in methods if name == "ddtree"]
-    num_left_out = num_replayed = 0
-    for row in shards:
-        if num_replayed == config.limit:
-            break
-        if not row.is_generated:
-            num_left_out += 1
-            continue
-        num_replayed += 1
-        if store.has(benchmark, row.id):
-            continue
-        found = replay_row(
-            drafter, ends, row, budgets, eos_token_ids=spec.eos_token_ids, max_new_tokens=config.max_new_tokens
-        )
+    num_left_out = 0
+
+    def rows_to_do() -> Iterator[Row]:
+        nonlocal num_left_out
+        num_asked = 0
+        for row in shards:
+            if num_asked == config.limit:
+                return
+            if not row.is_generated:
+                num_left_out += 1
+                continue
+            num_asked += 1
+            if not store.has(benchmark, row.id):
+                yield row
+
+    for row, found in replay_rows(
+        drafter, ends, rows_to_do(), budgets, eos_token_ids=spec.eos_token_ids, max_new_tokens=config.max_new_tokens
+    ):
         responses = tuple(
             Response(turn=turn, method=method, log=log) for method in methods for turn, log in enumerate(found[method])
         )

@@ -9,9 +9,11 @@ from drafting import MASK, decode_once, make_engine, record_row, tiny_drafter, t
 from torch import Tensor
 
 from decode.engine import Generation, Method
+from dflash_kit import replay as replay_module
+from dflash_kit import replay_draft
 from dflash_kit.acceptance import RoundLog, summarise
 from dflash_kit.drafter import Drafter
-from dflash_kit.replay import replay, replay_row, response_spans
+from dflash_kit.replay import replay, replay_row, replay_rows, response_spans
 from dflash_kit.shards import Row
 from dflash_kit.target import load_target
 from dflash_kit.target_ends import TargetEnds
@@ -201,3 +203,25 @@ def test_equals_live_decoding_round_for_round(tiny_target: Path) -> None:
     assert seen >= {0, 1, 2, 3}
     assert max(seen) >= 5
     assert cuts >= {None, "eos"}
+
+
+def test_rows_together_are_rows_alone(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows and anchors share a pass, and whether or not it looks ahead, as on a GPU."""
+    drafter, ends = tiny_drafter(tiny_target)
+    rows = [likely_row(drafter, ends, prompt=5 + s, response=12 + 4 * s, seed=s, eos=s == 1) for s in range(4)]
+    drafted: list[int] = []
+    blocks = Drafter.blocks
+    monkeypatch.setattr(
+        Drafter, "blocks", lambda self, noise, *rest: drafted.append(noise.shape[1]) or blocks(self, noise, *rest)
+    )
+    alone = [replay_row(drafter, ends, row, BUDGETS, eos_token_ids=[EOS]) for row in rows]
+    num_anchors = sum(len(row.token_ids()) - 1 - 5 - s for s, row in enumerate(rows))
+    assert sum(drafted) // 8 < num_anchors  # where no method stands, nothing is drafted
+    for num_together, is_ahead in ((1, False), (3, False), (3, True)):
+        monkeypatch.setattr(replay_draft, "rows_per_pass", lambda _device, n=num_together: n)
+        monkeypatch.setattr(replay_module, "looks_ahead", lambda _device, ahead=is_ahead: ahead)
+        for rows_at_once, anchors in ((2, 3), (4, 100)):
+            found = replay_rows(
+                drafter, ends, rows, BUDGETS, eos_token_ids=[EOS], rows_at_once=rows_at_once, anchors_per_chunk=anchors
+            )
+            assert [(row.id, logs) for row, logs in found] == [(r.id, a) for r, a in zip(rows, alone, strict=True)]

@@ -1,15 +1,15 @@
 """Held-out rows, and the acceptance that the drafter would reach on them, replayed without the target."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from dflash_kit.acceptance import Acceptance, RoundLog, summarise
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
-from dflash_kit.replay import Method, methods, replay_row
-from dflash_kit.shards import Shards
+from dflash_kit.replay import Method, methods, replay_rows
+from dflash_kit.shards import Row, Shards
 from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
@@ -71,24 +71,30 @@ class Validation:
             KitError: a row cannot be read, here or in another process, which would wait for this one otherwise.
         """
         logs: dict[Method, list[RoundLog]] = {method: [] for method in methods(drafter.config, self.budgets)}
-        error = ""
-        for index in self.rows[parallel.rank :: parallel.world_size]:
-            try:
-                row = self.shards[index]
-            except KitError as found_error:
-                error = error if self.skip_unreadable else f"{found_error} (a row that is held out for replay)"
-                continue
-            found = replay_row(drafter, self.ends, row, self.budgets, eos_token_ids=self.eos_token_ids)
+        errors: list[str] = []
+        rows = self._readable(self.rows[parallel.rank :: parallel.world_size], errors)
+        for _, found in replay_rows(drafter, self.ends, rows, self.budgets, eos_token_ids=self.eos_token_ids):
             for method, responses in found.items():
                 logs[method].extend(responses)
-        gathered = parallel.gather((logs, error))
+        gathered = parallel.gather((logs, errors))
         everyone = [part for part, _ in gathered]
-        if any(text for _, text in gathered):
-            raise KitError(next(text for _, text in gathered if text))
+        for text in (text for _, texts in gathered for text in texts):
+            raise KitError(text)
         num_draft_tokens = drafter.config.num_draft_tokens
         return {
             method: summarise([log for part in everyone for log in part[method]], num_draft_tokens) for method in logs
         }
+
+    def _readable(self, indices: Sequence[int], errors: list[str]) -> Iterator[Row]:
+        """Rows that can be read; the others leave a message, or nothing where they are to be left out."""
+        for index in indices:
+            try:
+                row = self.shards[index]
+            except KitError as error:
+                if not self.skip_unreadable:
+                    errors.append(f"{error} (a row that is held out for replay)")
+                continue
+            yield row
 
 
 def whole_drafter(
