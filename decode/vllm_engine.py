@@ -28,7 +28,7 @@ DRAFT_ROOM_BLOCKS = 2
 """Blocks behind the last token without which vLLM drafts nothing: the one that is verified and the one that is drafted."""
 MENDED = (
     "note: vLLM's kernel here norms the context keys of all drafter layers by the first layer's weights; mended for this run "
-    "alone, so a server of this vLLM accepts less"
+    "alone, a server of this vLLM accepts other draft tokens"
 )
 NOT_DECODED = Generation([], RoundLog(num_accepted=()))
 
