@@ -71,8 +71,12 @@ def test_unused_blocks_and_tails_count_nothing(shards_folder: Path, tmp_path: Pa
 
 
 def test_the_measured_rate_is_one_of_this_machine() -> None:
+    from train import rates as module
     from train.rates import measure_rates
 
+    module._matrix_rate.cache_clear()
+    before = torch.get_rng_state()
     rates = measure_rates(torch.device("cpu"), torch.float32)
     assert 1e8 < rates.matrix_flop_per_s < 1e14 and 1e7 < rates.memory_bytes_per_s < 1e13
     assert rates.link_bytes_per_s is None and rates.exchange_bytes_per_s is None
+    assert torch.equal(torch.get_rng_state(), before)  # a resumed run measures once more, and must not differ for it
