@@ -14,7 +14,6 @@ from dflash_kit.shard_store import ShardStore
 from dflash_kit.shards import open_shards, verify_shards
 from extract import cli, parity
 from extract.cli import main
-from helpers import run_command
 from train.cli import main as train
 
 
@@ -71,12 +70,11 @@ def test_a_failed_parity_check_is_in_the_store(tiny_target, prompts, capsys, mon
 
 
 @pytest.mark.slow
-def test_several_processes_of_a_host_write_into_one_store(tiny_target, prompts, tmp_path):
+def test_several_processes_of_a_host_write_into_one_store(tiny_target, prompts, tmp_path, capsys):
     url = f"file://{tmp_path}/bucket/run"
-    command = ["extract/dump.py", *arguments(tiny_target, prompts, url), "--num_workers=2", "--verify"]
-    result = run_command(*command, "--staging", tmp_path / "st")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1])["rows"] == len(open_shards(url)) == 10
+    argv = [*arguments(tiny_target, prompts, url), "--num_workers=2", "--verify", "--staging", str(tmp_path / "st")]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == len(open_shards(url)) == 10
     names = ShardStore(url).sizes().keys()
     assert {"manifest-r00000.jsonl", "manifest-r00001.jsonl", "extract.yaml"} <= names
     assert verify_shards(url).problems == verify_shards(url).notes == []
