@@ -1,6 +1,5 @@
 """The evaluation command: ``python decode/eval.py`` or ``dflash-eval``."""
 
-import functools
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -9,43 +8,34 @@ from typing import Any
 import torch
 
 from dflash_kit.acceptance import AR
-from dflash_kit.benchmark_prompts import BenchmarkPrompt, benchmark_label, load_benchmark
-from dflash_kit.config import parse_config, save_config
+from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
 from dflash_kit.provenance import collect_provenance
 from dflash_kit.publish import check_publication, plan_publication, push
-from dflash_kit.target import load_config, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
-from .auto_report import keep_costs, read_costs
-from .batch_engine import BatchEngine
-from .batch_live import BatchEvaluation, batch_sizes
-from .batch_memory import describe_batch, require_batch_fits
+from .announce import announce, open_report
+from .auto_report import read_costs
 from .checkpoints import find_checkpoints
 from .compare import compare
+from .decoding import decode_live
 from .doctor import run_doctor
-from .engine import Engine
-from .fused_engine import FusedEngine, reason_against
-from .hybrid_layers import is_hybrid
-from .illustrate import draw_live, draw_replayed, illustrations
+from .illustrate import draw_replayed, illustrations
 from .inputs import Inputs, read_inputs
-from .kept import forget, kept
-from .live import LiveEvaluation, method_label, require_prompts_fit
-from .other_engines import OTHER_ENGINES, decode_elsewhere, engine_label, possible_methods
+from .kept import kept
+from .other_engines import OTHER_ENGINES, engine_label, possible_methods
 from .progress import EvaluationProgress
 from .replay import benchmark_name, open_matching_shards, replay_shards
 from .report import REPORT_NAME, build_report, print_report, write_report
 from .results import PromptResult, ResultStore
 from .settings import EvalConfig, choose_device
-from .target_runner import TargetRunner
 from .verdict import judge
 from .watch import watch_run
 
 __all__ = ["EvalConfig", "main"]
 
 DESCRIPTION = "Measure a drafter: live decoding of benchmark prompts, or replay from shards."
-CONFIG_NAME = "eval.yaml"
 EXPECTED_BYTES = 64 << 20
 """Room that a report may take, asked for before anything is decoded."""
 
@@ -95,7 +85,7 @@ def evaluate(config: EvalConfig, shown: str, device: str, dtype: str, argv: list
             raise KitError("replay measures drafting: methods needs chain or ddtree")
     with closing(ResultStore(config.out_folder, _settings(config, inputs, device, dtype))) as store:
         require_free_bytes(config.out_folder, EXPECTED_BYTES, "the report")
-        run = _replay if config.replay is not None else _decode
+        run = _replay if config.replay is not None else decode_live
         results = run(config, inputs, store, methods, device, dtype)
         return 0 if results is None else _report(config, inputs, results, methods, device, dtype, argv)
 
@@ -134,55 +124,7 @@ def _report(
     return status
 
 
-Prompts = dict[str, list[BenchmarkPrompt]]
 Results = list[PromptResult] | None
-
-
-def _decode(
-    config: EvalConfig, inputs: Inputs, store: ResultStore, methods: list[tuple[str, int]], device: str, dtype: str
-) -> Results:
-    """Live decoding; None after a dry run."""
-    benchmarks = {benchmark_label(name): load_benchmark(name, config.limit) for name in config.benchmark_names}
-    num_prompts = sum(len(prompts) for prompts in benchmarks.values())
-    done = sum(store.has(name, prompt.id) for name, prompts in benchmarks.items() for prompt in prompts)
-    _announce(config, inputs, methods, device, dtype)
-    print(f"prompts      {', '.join(f'{len(p)} of {name}' for name, p in benchmarks.items())}; {done} done before")
-    tokenizer = load_tokenizer(inputs.target, config.target_revision)
-    if done < num_prompts:
-        require_prompts_fit(benchmarks, tokenizer, config, inputs.spec.max_position_embeddings)
-    if config.batch_size > 1 and done < num_prompts:
-        sizes = batch_sizes(config, benchmarks, tokenizer, methods, num_prompts - done)
-        text_config = load_config(inputs.target, config.target_revision).get_text_config()
-        words = describe_batch(
-            text_config, inputs.drafter_config, **sizes, element_bytes=getattr(torch, dtype).itemsize
-        )
-        print(f"batch        {words}", flush=True)
-    if config.dry_run:
-        return None
-    if done < num_prompts and config.engine in OTHER_ENGINES:
-        _open(config, store)
-        decode_elsewhere(config, inputs, store, methods, dtype, benchmarks, tokenizer)
-    elif done < num_prompts:
-        engine = _engine(config, inputs, methods, device, dtype, num_prompts - done)
-        if isinstance(engine, Engine):
-            engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
-        with EvaluationProgress(num_prompts, done) as progress:
-            if isinstance(engine, BatchEngine):
-                require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)
-            hooks: dict[str, Any] = {
-                "on_response": lambda method, generation: progress.add_response(method, generation.log),
-                "on_prompt": lambda result: progress.finish_prompt(f"{result.benchmark} {result.prompt_id}"),
-            }
-            settings = tokenizer, config, methods, getattr(torch, dtype)
-            evaluation = (
-                BatchEvaluation(engine, *settings, **hooks)
-                if isinstance(engine, BatchEngine)
-                else LiveEvaluation(engine, *settings, **hooks)
-            )
-            _open(config, store)
-            evaluation.run(benchmarks, store)
-        draw_live(config, engine, tokenizer, store.results, benchmarks)
-    return store.results
 
 
 def _replay(
@@ -192,7 +134,7 @@ def _replay(
     shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
     num_rows = len(shards) if config.limit is None else min(config.limit, len(shards))
     done = len(store.results)
-    _announce(config, inputs, methods, device, dtype)
+    announce(config, inputs, methods, device, dtype)
     print(f"rows         {num_rows} of {config.replay}; {done} done before")
     print("replay reads responses from the shards: benchmarks, sampling and seed do not apply")
     if config.dry_run:
@@ -206,7 +148,7 @@ def _replay(
         device=device,
         revision=config.target_revision,
     )
-    _open(config, store)
+    open_report(config, store)
     with EvaluationProgress(num_rows, done) as progress:
 
         def on_row(result: PromptResult) -> None:
@@ -221,43 +163,6 @@ def _replay(
     return store.results
 
 
-def _engine(
-    config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str, num_prompts: int
-) -> Engine | BatchEngine | FusedEngine:
-    """Load target and drafter, and choose what decodes with them.
-
-    Raises:
-        KitError: the fused engine is asked for and cannot do the job.
-    """
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of loading weights; the evaluation shows its own
-    torch_dtype = getattr(torch, dtype)
-    drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
-    model = kept(load_target, inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
-    eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
-    reason = reason_against(model, drafter, methods, config.temperature)
-    if config.batch_size > 1:
-        reason = f"it decodes one prompt at a time, and batch_size is {config.batch_size}"
-    if config.engine == "fused" and reason:
-        raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
-    if config.engine == "auto" and not reason and is_hybrid(model):
-        reason = "its kernels for hybrid targets have not been tried on a GPU yet; --engine fused takes them"
-    if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
-        print("engine       fused: a round is one CUDA graph", flush=True)
-        max_budget = max(budget for _, budget in methods)
-        forget()  # its projections are about to be fused in place
-        return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)
-    note = f" (not fused: {reason})" if device == "cuda" and reason else ""
-    at_once = f", {config.batch_size} prompts at a time" if config.batch_size > 1 else ""
-    print(f"engine       portable{at_once}{note}", flush=True)
-    parts = TargetRunner(model, drafter.config.target_layer_ids), drafter, TargetEnds.from_model(model)
-    if config.batch_size > 1:
-        batch_size = min(config.batch_size, num_prompts)
-        return BatchEngine(*parts, eos_token_ids=eos_token_ids, max_context=max_context, batch_size=batch_size)
-    return Engine(*parts, eos_token_ids=eos_token_ids, max_context=max_context)
-
-
 def _publish(config: EvalConfig, report: dict[str, Any]) -> None:
     """Push the checkpoint with a card of these results, or list what would be pushed."""
     publication = plan_publication(config.ckpt, str(config.push_to_hub), report, base_model=config.base_model)
@@ -269,24 +174,6 @@ def _publish(config: EvalConfig, report: dict[str, Any]) -> None:
         print(f"nothing was pushed; the card is {card}")
     else:
         print(f"pushed: {push(publication)}")
-
-
-def _open(config: EvalConfig, store: ResultStore) -> None:
-    store.open()
-    save_config(config, config.out_folder / CONFIG_NAME)
-
-
-def _announce(config: EvalConfig, inputs: Inputs, methods: list[tuple[str, int]], device: str, dtype: str) -> None:
-    """What is about to be done."""
-    reason = " (on a CPU everything runs in float32: bfloat16 is many times slower there)" if device == "cpu" else ""
-    drafter = inputs.drafter_config
-    print(f"target       {inputs.target}: {inputs.spec.num_layers} layers, width {inputs.spec.hidden_size}")
-    print(
-        f"drafter      {inputs.checkpoint}: {drafter.num_hidden_layers} layers, block {drafter.block_size}, "
-        f"taps {list(drafter.target_layer_ids)}"
-    )
-    print(f"running      {', '.join(method_label(m) for m in methods)} on {device} in {dtype}{reason}")
-    print(f"report       {config.out_folder}", flush=True)
 
 
 def _settings(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> dict[str, Any]:

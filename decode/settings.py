@@ -129,6 +129,10 @@ class EvalConfig:
             raise ValueError(f"batch_size is {self.batch_size}; at least 1 is needed")
         if self.batch_size > 1 and self.replay is not None:
             raise ValueError(f"batch_size is {self.batch_size}, but replay decodes nothing; leave one of the two out")
+        if self.batch_size > 1 and self.engine in ("vllm", "transformers-generate"):
+            raise ValueError(
+                f"batch_size is {self.batch_size}, but engine {self.engine} is given one prompt at a time; use --engine portable"
+            )
         if self.batch_size > 1 and self.engine == "fused":
             raise ValueError(
                 f"batch_size is {self.batch_size}, but the fused engine decodes one prompt at a time; use --engine portable"

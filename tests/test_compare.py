@@ -39,7 +39,7 @@ def test_live_comparison(
         loads.append(name)
         return load(name, **arguments)
 
-    monkeypatch.setattr("decode.cli.load_target", counted)
+    monkeypatch.setattr("decode.engines.load_target", counted)
     out = tmp_path / "out"
     assert evaluate(made, out, "--limit=2", ckpt=f"{two[0]},{two[1]}") == 0  # type: ignore[arg-type]
     printed = capsys.readouterr().out

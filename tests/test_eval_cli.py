@@ -145,7 +145,7 @@ def test_finished_run_is_not_decoded_again(
     made: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, results = read_report(finished), (finished / "results.jsonl").read_bytes()
-    monkeypatch.setattr("decode.cli.load_target", lambda *args, **kwargs: pytest.fail("nothing is left to decode"))
+    monkeypatch.setattr("decode.engines.load_target", lambda *args, **kwargs: pytest.fail("nothing is left to decode"))
     assert evaluate(made, finished) == 0
     assert "3 done before" in capsys.readouterr().out
     assert read_report(finished)["results"] == before["results"]

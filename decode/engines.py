@@ -1,0 +1,55 @@
+"""Which of our engines decodes: fused where it can, one prompt at a time or a batch."""
+
+import torch
+
+from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError
+from dflash_kit.target import load_target
+from dflash_kit.target_ends import TargetEnds
+
+from .batch_engine import BatchEngine
+from .engine import Engine
+from .fused_engine import FusedEngine, reason_against
+from .hybrid_layers import is_hybrid
+from .inputs import Inputs
+from .kept import forget, kept
+from .results import Method
+from .settings import EvalConfig
+from .target_runner import TargetRunner
+
+
+def open_engine(
+    config: EvalConfig, inputs: Inputs, methods: list[Method], device: str, dtype: str, num_prompts: int
+) -> Engine | BatchEngine | FusedEngine:
+    """Load target and drafter, and choose what decodes with them.
+
+    Raises:
+        KitError: the fused engine is asked for and cannot do the job.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading weights; the evaluation shows its own
+    torch_dtype = getattr(torch, dtype)
+    drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
+    model = kept(load_target, inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
+    eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
+    reason = reason_against(model, drafter, methods, config.temperature)
+    if config.batch_size > 1:
+        reason = f"it decodes one prompt at a time, and batch_size is {config.batch_size}"
+    if config.engine == "fused" and reason:
+        raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
+    if config.engine == "auto" and not reason and is_hybrid(model):
+        reason = "its kernels for hybrid targets have not been tried on a GPU yet; --engine fused takes them"
+    if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
+        print("engine       fused: a round is one CUDA graph", flush=True)
+        max_budget = max(budget for _, budget in methods)
+        forget()  # its projections are about to be fused in place
+        return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)
+    note = f" (not fused: {reason})" if device == "cuda" and reason else ""
+    at_once = f", {config.batch_size} prompts at a time" if config.batch_size > 1 else ""
+    print(f"engine       portable{at_once}{note}", flush=True)
+    parts = TargetRunner(model, drafter.config.target_layer_ids), drafter, TargetEnds.from_model(model)
+    if config.batch_size > 1:
+        batch_size = min(config.batch_size, num_prompts)
+        return BatchEngine(*parts, eos_token_ids=eos_token_ids, max_context=max_context, batch_size=batch_size)
+    return Engine(*parts, eos_token_ids=eos_token_ids, max_context=max_context)
