@@ -25,6 +25,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 AUTO = "auto"
 AUTO_CAP = 1024
 """Largest tree of the budget auto where no number stands beside it."""
+MAX_CPU_THREADS = 1024
+"""Many more than there are cores end torch in a crash."""
 MAX_BUDGET = 4096
 """A verification attends from every node to every node: beyond this it takes more memory than the target."""
 
@@ -59,8 +61,8 @@ class EvalConfig:
     """Revision of a hub id."""
     benchmarks: str = "gsm8k,humaneval,mt-bench"
     """With commas between them: bundled ones (gsm8k, humaneval, mt-bench, aime25); ones of the hub (math500, aime24, mbpp,
-    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or hf:org/name[:config
-    [:split]] (rows with `prompt`, `turns` or `messages`)."""
+    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or
+    hf:org/name[:config[:split]] (rows with `prompt`, `turns` or `messages`)."""
     limit: int | None = None
     """Prompts of each benchmark, or rows of the shards, at most; unset: all, of a benchmark of the hub the published 128."""
     max_new_tokens: int = 2048
@@ -81,8 +83,8 @@ class EvalConfig:
     seed: int = 0
     """Seed of sampling; every response has its own stream."""
     out: str | None = None
-    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report,
-    or CKPT-replay with replay; of several the first, with -compared before that; with watch RUN-watch."""
+    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report, or
+    CKPT-replay with replay; FIRST-compared-report for several, RUN-watch-report with watch (-replay likewise)."""
     replay: str | None = None
     """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
     no speeds."""
@@ -145,8 +147,8 @@ class EvalConfig:
             )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise ValueError(f"cpu_threads is {self.cpu_threads}; at least 1 is needed")
+        if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MAX_CPU_THREADS:
+            raise ValueError(f"cpu_threads is {self.cpu_threads}; 1 to {MAX_CPU_THREADS} are needed")
         if self.engine != "auto" and self.replay is not None:
             raise ValueError(f"replay reads shards and decodes nothing; leave engine {self.engine} out")
         check_portable_only(self)

@@ -29,6 +29,7 @@ def test_the_doctor_needs_no_more_than_a_checkpoint() -> None:
         ({"base_model": "org/name"}, "is for the card of push_to_hub"),
         ({"benchmarks": "math500=a.jsonl,math500=b.jsonl"}, "names math500 twice"),
         ({"benchmarks": "gsm8k,gsm8k"}, "names gsm8k twice"),
+        ({"cpu_threads": 100_000}, "cpu_threads is 100000; 1 to 1024"),
         ({"ckpt": "", "watch": ""}, "watch is ''"),
         ({"ckpt": "", "watch": "/"}, "watch is '/'"),
     ],
