@@ -121,6 +121,8 @@ class EvalConfig:
         check_modes(self)
         if self.out is not None:
             require_folder_name("out", self.out)
+            if not self.out.strip():
+                raise ValueError(f"out is {self.out!r}; name a folder, or leave it out")
         if self.doctor:
             require_doctor_settings(self)
         if self.base_model is not None and self.push_to_hub is None:
