@@ -27,11 +27,11 @@ def require_doctor_settings(config: Any) -> None:
             )
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 def tokens_of_an_answer(config: Any) -> int:
     """Tokens that the target answers at most."""
     default = next(field.default for field in fields(config) if field.name == "max_new_tokens")
     return NEW_TOKENS if config.max_new_tokens == default else int(config.max_new_tokens)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

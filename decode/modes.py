@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_kit.acceptance import DDTREE
+from dflash_kit.benchmark_prompts import benchmark_label
 from dflash_kit.errors import require_folder_name
 
 if TYPE_CHECKING:
@@ -62,6 +63,18 @@ def check_portable_only(config: "EvalConfig") -> None:
     if config.engine == "fused" and (chooses or config.temperature > 0):
         why = "budgets has auto" if chooses else f"temperature is {config.temperature:g}"
         raise ValueError(f"{why}, but the fused engine decodes greedily with fixed budgets; use --engine portable")
+
+
+def check_benchmarks(names: list[str]) -> None:
+    """Refuse two benchmarks that reports would call by one name.
+
+    Raises:
+        ValueError: with that name.
+    """
+    labels = [benchmark_label(name) for name in names]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(f"benchmarks names {twice} twice, whose results would be one; leave one out")
 
 
 def default_folder(config: "EvalConfig") -> Path:

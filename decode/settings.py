@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO
-from dflash_kit.benchmark_prompts import benchmark_label
 from dflash_kit.errors import KitError, require_folder_name
 
 from .doctor_settings import USED, require_doctor_settings
-from .modes import check_modes, check_portable_only, default_folder
+from .modes import check_benchmarks, check_modes, check_portable_only, default_folder
 from .sampling import Sampling
 
 METHOD_NAMES = (AR, CHAIN, DDTREE)
@@ -20,13 +19,13 @@ PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
 PLACE_FIELDS |= {"watch", "watch_timeout_s", "watch_poll_s"}
 PLACE_FIELDS |= {"doctor"}
 
+MAX_CPU_THREADS = 1024
+"""Many more than there are cores end torch in a crash."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
 AUTO = "auto"
 AUTO_CAP = 1024
 """Largest tree of the budget auto where no number stands beside it."""
-MAX_CPU_THREADS = 1024
-"""Many more than there are cores end torch in a crash."""
 MAX_BUDGET = 4096
 """A verification attends from every node to every node: beyond this it takes more memory than the target."""
 
@@ -158,10 +157,7 @@ class EvalConfig:
             raise ValueError("transformers-generate tempers and samples the drafts as well; it is for temperature 0")
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are vLLM's, and engine is {self.engine}; leave them out, or use engine vllm")
-        labels = [benchmark_label(name) for name in self.benchmark_names]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
-            raise ValueError(f"benchmarks names {twice} twice, whose results would be one; leave one out")
+        check_benchmarks(self.benchmark_names)
         unknown = [name for name in self.method_names if name not in METHOD_NAMES]
         if unknown or not self.method_names:
             raise ValueError(f"methods is {self.methods!r}; allowed: {', '.join(METHOD_NAMES)}")
