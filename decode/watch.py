@@ -44,7 +44,7 @@ def watch_run(config: EvalConfig, run: Run) -> int:
     """
     training = TrainingRun(str(config.watch))
     out = config.out_folder
-    _require_apart(out, training)
+    training.require_apart(out)
     if config.replay is None:
         for name in config.benchmark_names:
             load_benchmark(name, config.limit)  # refused now rather than when the first checkpoint is there
@@ -69,17 +69,6 @@ def watch_run(config: EvalConfig, run: Run) -> int:
         except KeyboardInterrupt:
             print(f"stopped as asked: {record.summary()}; {len(catcher.queued())} in the queue", flush=True)
             raise
-
-
-def _require_apart(out: Path, training: TrainingRun) -> None:
-    """Refuse a file in place of a run, and a report in the folders that its trainer writes, which it would find taken."""
-    if training.out.is_file():
-        raise KitError(f"watch names {training.out}, a file; name the folder of a training run")
-    theirs = (training.out.resolve(), training.state.resolve())
-    if any(folder in (out.resolve(), *out.resolve().parents) for folder in theirs):
-        raise KitError(
-            f"report folder {out} lies in {training.out} or its state, which the trainer writes; name another with --out"
-        )
 
 
 def _follow(config: EvalConfig, run: Run, training: TrainingRun, catcher: Catcher, record: "Record") -> int:
