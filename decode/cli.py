@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dflash_kit.acceptance import AR
+from dflash_kit.acceptance import AR, DDTREE_AUTO
 from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
@@ -108,7 +108,7 @@ def _report(
         temperature=temperature,
         facts=_facts(config, inputs, device, dtype, argv),
     )
-    if config.auto_cap is not None:
+    if any(name == DDTREE_AUTO for name, _ in methods):
         report["auto_costs"] = read_costs(config.out_folder)
     report |= illustrations(config, inputs, results, report)
     try:
@@ -136,7 +136,7 @@ def _replay(
     done = len(store.results)
     announce(config, inputs, methods, device, dtype)
     print(f"rows         {num_rows} of {config.replay}; {done} done before")
-    print("replay reads responses from the shards: benchmarks, sampling and seed do not apply")
+    print("replay reads responses from the shards: benchmarks, sampling, seed and enable_thinking do not apply")
     if config.dry_run:
         return None
     torch_dtype = getattr(torch, dtype)

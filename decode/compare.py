@@ -33,6 +33,7 @@ DIFFERENCE_RULE = (
     "Δ: difference of the pooled τ to the first checkpoint, over the prompts that both answered; its 95 % interval "
     "resamples prompts, each for both at once, and one without 0 tells two drafters apart."
 )
+OTHER_TARGETS = " The targets differ here and so do their answers: Δ is of other texts and tells no drafters apart."
 
 Run = Callable[[EvalConfig, str], int]
 """Evaluates one checkpoint: its settings, and what the report calls it; the exit status."""
@@ -134,7 +135,8 @@ def build_comparison(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
         ],
         "run": base.report.get("run", {}),
         "settings": base.report.get("settings", {}),
-        "differences": DIFFERENCE_RULE,
+        "differences": DIFFERENCE_RULE
+        + (OTHER_TARGETS if len({one.report["target"] for one in evaluated}) > 1 else ""),
         "results": rows,
     }
 

@@ -13,7 +13,7 @@ from dflash_kit.acceptance import AR
 
 from .page import facts, figure, grid, note, page, section, table
 from .plots import Point, plot_lines
-from .report import LOG_WIDTH
+from .report import LOG_WIDTH, widen
 
 Row = dict[str, Any]
 
@@ -31,7 +31,9 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
         num_names = len(comparison["checkpoints"])
         tables.append(("Tokens per second, speed-up", names[: 2 + num_names], speeds))
     for title, columns, rows in tables:
-        console.print(_table(title, columns, rows))
+        shown = _table(title, columns, rows)
+        widen(console, shown)
+        console.print(shown)
     console.print(comparison["differences"], highlight=False)
 
 

@@ -21,6 +21,7 @@ from .live import LiveEvaluation, require_prompts_fit
 from .other_engines import OTHER_ENGINES, decode_elsewhere
 from .progress import EvaluationProgress
 from .results import Method, PromptResult, ResultStore
+from .same_prompts import require_same_prompts
 from .settings import EvalConfig
 
 Benchmarks = dict[str, list[BenchmarkPrompt]]
@@ -31,6 +32,7 @@ def decode_live(
 ) -> list[PromptResult] | None:
     """Decode what the store does not hold yet; None after a dry run."""
     benchmarks = {benchmark_label(name): load_benchmark(name, config.limit) for name in config.benchmark_names}
+    require_same_prompts(benchmarks, store.results, str(config.out_folder))
     num_prompts = sum(len(prompts) for prompts in benchmarks.values())
     done = sum(store.has(name, prompt.id) for name, prompts in benchmarks.items() for prompt in prompts)
     announce(config, inputs, methods, device, dtype)

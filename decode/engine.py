@@ -266,8 +266,9 @@ def require_finite(logits: Tensor, prompt_id: str) -> None:
         KitError: naming the prompt.
     """
     if not bool(logits.max().isfinite()):  # NaN is the largest of all
+        where = f" behind prompt {prompt_id}" if prompt_id else ""
         raise KitError(
-            f"the target's logits behind prompt {prompt_id} are NaN or infinite; its weights are damaged, or its numbers "
+            f"the target's logits{where} are NaN or infinite; its weights are damaged, or its numbers "
             "overflow in this dtype: fetch the target again, or use --dtype float32"
         )
 

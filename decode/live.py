@@ -16,6 +16,7 @@ from .fused_engine import FusedEngine
 from .generate_engine import GenerateEngine
 from .prompt_prefix import PromptPrefix
 from .results import PromptResult, Response, ResultStore, count_differences
+from .same_prompts import text_hash
 from .settings import EvalConfig
 from .vllm_engine import VllmEngine
 
@@ -106,6 +107,7 @@ class LiveEvaluation:
             responses=tuple(responses),
             differing_tokens=self._differences(responses),
             divergences=tuple(self._divergences(responses, prompts)),
+            text_hash=text_hash(prompt),
         )
 
     def _prefill(self, prompt_ids: list[int], name: str) -> Prefix | PromptPrefix:
@@ -169,6 +171,7 @@ class LiveEvaluation:
         conversation = open_conversation(self.tokenizer, self.config, benchmark, prompt)
         max_budget = max(budget for _, budget in self.methods)
         prefix = self.engine.prefill(conversation.ask(0), WARM_UP_TOKENS, max_budget, conversation.name)
+        _ = prefix.logits  # engines of others read them here, and refuse NaN as ours do
         for method in self.methods:
             self.engine.decode(prefix, Method(*method))
         self._prefilled = None

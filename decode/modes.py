@@ -1,8 +1,11 @@
 """Which settings go together: one checkpoint, several side by side, or those of a running training."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_kit.acceptance import DDTREE
+from dflash_kit.benchmark_prompts import benchmark_label
 from dflash_kit.errors import require_folder_name
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ def check_modes(config: "EvalConfig") -> None:
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} is {getattr(config, name)} without watch; leave it out, or name a run")
         return
+    if not config.watch.strip() or not watched_out(config.watch).name:
+        raise ValueError(f"watch is {config.watch!r}; name the folder of a training run")
     if config.doctor:
         raise ValueError("doctor with watch: examine one checkpoint with --ckpt")
     if config.ckpt and Path(config.ckpt).absolute() != watched_out(config.watch).absolute():  # a recipe names its own
@@ -40,6 +45,38 @@ def check_modes(config: "EvalConfig") -> None:
             raise ValueError(f"{name} is {value}; seconds above 0 are needed")
 
 
+def check_portable_only(config: "EvalConfig") -> None:
+    """Refuse what only one of our engines does, or does one prompt at a time.
+
+    Raises:
+        ValueError: naming setting and value.
+    """
+    chooses = config.auto_cap is not None and DDTREE in config.method_names
+    if config.batch_size > 1 and config.engine == "fused":
+        raise ValueError(
+            f"batch_size is {config.batch_size}, but the fused engine decodes one prompt at a time; use --engine portable"
+        )
+    if config.batch_size > 1 and chooses:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, but budgets has auto, which chooses for one prompt at a time; leave one out"
+        )
+    if config.engine == "fused" and (chooses or config.temperature > 0):
+        why = "budgets has auto" if chooses else f"temperature is {config.temperature:g}"
+        raise ValueError(f"{why}, but the fused engine decodes greedily with fixed budgets; use --engine portable")
+
+
+def check_benchmarks(names: list[str]) -> None:
+    """Refuse two benchmarks that reports would call by one name.
+
+    Raises:
+        ValueError: with that name.
+    """
+    labels = [benchmark_label(name) for name in names]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(f"benchmarks names {twice} twice, whose results would be one; leave one out")
+
+
 def default_folder(config: "EvalConfig") -> Path:
     """Where the report goes unless told: beside the checkpoint, or here for a hub id."""
     from .settings import split_list
@@ -49,16 +86,22 @@ def default_folder(config: "EvalConfig") -> Path:
         run = watched_out(config.watch).absolute()
         return run.with_name(run.name + "-watch" + beside)
     if Path(config.ckpt).is_dir():
-        return Path(str(Path(config.ckpt)) + beside)
+        return Path(str(named(config.ckpt)) + beside)
     names = split_list(config.ckpt)
-    first = Path(names[0]) if names else Path(config.ckpt)
+    first = named(names[0]) if names else Path(config.ckpt)
     place = first if first.is_dir() or len(first.parts) != 2 else Path(first.name)
     return Path(str(place) + ("-compared" if len(names) > 1 else "") + beside)
 
 
+def named(place: str | Path) -> Path:
+    """The same folder by a path that ends in its name: ``.`` and ``..`` say none that something could stand beside."""
+    path = Path(place)
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
 def watched_out(place: str | Path) -> Path:
     """OUT of a training run that is named by OUT itself, by OUT.state or by OUT.state/checkpoints."""
-    given = Path(place)
+    given = named(place)
     if given.name == CHECKPOINTS_NAME and given.parent.name.endswith(STATE_SUFFIX):
         given = given.parent
     return given.with_name(given.name.removesuffix(STATE_SUFFIX)) if given.name.endswith(STATE_SUFFIX) else given

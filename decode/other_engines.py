@@ -21,6 +21,7 @@ from .inputs import Inputs
 from .live import LiveEvaluation, open_conversation, response_seed
 from .progress import EvaluationProgress
 from .results import Method, PromptResult, ResultStore
+from .same_prompts import require_same_prompts
 from .settings import EvalConfig
 from .vllm_engine import VllmEngine, VllmSetup, reason_against_vllm, start_vllm
 
@@ -80,6 +81,7 @@ def decode_elsewhere(
     if names == [AR, CHAIN]:
         with closing(store.inner(BASELINE_NAME)) as baseline:
             baseline.open()
+            require_same_prompts(benchmarks, baseline.results, str(config.out_folder / BASELINE_NAME))
             if run.num_missing(baseline):
                 run.decode_by_vllm(AR, methods[:1], baseline)
             earlier = _by_seed(config, baseline.results)

@@ -135,6 +135,7 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
         console = Console()
         if not console.is_terminal:
             console.width = LOG_WIDTH
+    widen(console, table)
     console.print(table)
     console.print(
         f"n prompts; τ pooled acceptance length; diff: tokens unlike autoregressive. {CUT_RULE}", highlight=False
@@ -143,6 +144,12 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
         console.print(BATCH_RULE.format(batch_size), highlight=False)
     for line in [*budget_lines(report), *divergence_lines(report)]:
         console.print(escape(line), highlight=False)
+
+
+def widen(console: Console, table: Table) -> None:
+    """A terminal that is narrower than the table breaks its lines; rich would cut the numbers away."""
+    needed = console.measure(table, options=console.options.update(max_width=10 * LOG_WIDTH)).maximum
+    console.width = max(console.width, needed)
 
 
 def table_row(entry: dict[str, Any], *, first: bool) -> list[str]:

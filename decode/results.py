@@ -65,12 +65,15 @@ class PromptResult:
     """Tokens that differ from autoregressive decoding, by method and budget; greedy decoding only."""
     divergences: tuple[Divergence, ...] = ()
     """First differing token of each response that leaves the autoregressive one; greedy decoding only."""
+    text_hash: str | None = None
+    """Of what was asked; None: not recorded."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
             "benchmark": self.benchmark,
             "prompt_id": self.prompt_id,
+            **({} if self.text_hash is None else {"text_hash": self.text_hash}),
             "differing_tokens": self.differing_tokens,
             "divergences": [divergence.to_dict() for divergence in self.divergences],
             "responses": [response.to_dict() for response in self.responses],
@@ -85,6 +88,7 @@ class PromptResult:
             responses=tuple(Response.from_dict(value) for value in values["responses"]),
             differing_tokens=dict(values["differing_tokens"]),
             divergences=tuple(Divergence.from_dict(value) for value in values.get("divergences", ())),
+            text_hash=values.get("text_hash"),
         )
 
 

@@ -1,15 +1,15 @@
 """Options of `decode/eval.py`, and what they ask to be decoded."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO
 from dflash_kit.errors import KitError, require_folder_name
 
-from .doctor_settings import require_doctor_settings
-from .modes import check_modes, default_folder
+from .doctor_settings import USED, require_doctor_settings
+from .modes import check_benchmarks, check_modes, check_portable_only, default_folder
 from .sampling import Sampling
 
 METHOD_NAMES = (AR, CHAIN, DDTREE)
@@ -19,6 +19,8 @@ PLACE_FIELDS |= {"push_to_hub", "push_dry_run", "base_model"}
 PLACE_FIELDS |= {"watch", "watch_timeout_s", "watch_poll_s"}
 PLACE_FIELDS |= {"doctor"}
 
+MAX_CPU_THREADS = 1024
+"""Many more than there are cores end torch in a crash."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below, dividing logits by it overflows; above, nothing is left of them."""
 AUTO = "auto"
@@ -34,6 +36,13 @@ class EvalConfig:
 
     FLAG_ALIASES: ClassVar[dict[str, str]] = {"budget": "budgets"}
     """Further names of flags."""
+
+    @staticmethod
+    def effectless(flags: set[str]) -> set[str]:
+        """Settings of a recipe that are passed over where these flags choose another mode; given as flags they are refused."""
+        if "doctor" in flags:
+            return {field.name for field in fields(EvalConfig)} - USED
+        return {"engine", "engine_args", "batch_size"} if "replay" in flags else set()
 
     ckpt: str = ""
     """Drafter checkpoint: the folder that training wrote, any in the published layout, or a hub id. Several with commas
@@ -51,8 +60,8 @@ class EvalConfig:
     """Revision of a hub id."""
     benchmarks: str = "gsm8k,humaneval,mt-bench"
     """With commas between them: bundled ones (gsm8k, humaneval, mt-bench, aime25); ones of the hub (math500, aime24, mbpp,
-    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or hf:org/name[:config
-    [:split]] (rows with `prompt`, `turns` or `messages`)."""
+    alpaca, livecodebench, swe-bench-lite), or NAME=FILE or NAME=FOLDER with their data; JSONL files or
+    hf:org/name[:config[:split]] (rows with `prompt`, `turns` or `messages`)."""
     limit: int | None = None
     """Prompts of each benchmark, or rows of the shards, at most; unset: all, of a benchmark of the hub the published 128."""
     max_new_tokens: int = 2048
@@ -73,8 +82,8 @@ class EvalConfig:
     seed: int = 0
     """Seed of sampling; every response has its own stream."""
     out: str | None = None
-    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report,
-    or CKPT-replay with replay; of several the first, with -compared before that; with watch RUN-watch."""
+    """Report folder: new, empty, or of an earlier run of the same command, which is resumed; unset: CKPT-report, or
+    CKPT-replay with replay; FIRST-compared-report for several, RUN-watch-report with watch (-replay likewise)."""
     replay: str | None = None
     """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
     no speeds."""
@@ -111,8 +120,12 @@ class EvalConfig:
         check_modes(self)
         if self.out is not None:
             require_folder_name("out", self.out)
+            if not self.out.strip():
+                raise ValueError(f"out is {self.out!r}; name a folder, or leave it out")
         if self.doctor:
             require_doctor_settings(self)
+        if self.base_model is not None and self.push_to_hub is None:
+            raise ValueError("base_model is for the card of push_to_hub; leave it out, or name the repository")
         if self.push_dry_run and self.push_to_hub is None:
             raise ValueError("push_dry_run needs push_to_hub: name the repository as organisation/name")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # NaN, too
@@ -133,20 +146,18 @@ class EvalConfig:
             raise ValueError(
                 f"batch_size is {self.batch_size}, but engine {self.engine} is given one prompt at a time; use --engine portable"
             )
-        if self.batch_size > 1 and self.engine == "fused":
-            raise ValueError(
-                f"batch_size is {self.batch_size}, but the fused engine decodes one prompt at a time; use --engine portable"
-            )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise ValueError(f"cpu_threads is {self.cpu_threads}; at least 1 is needed")
-        if self.engine in ("vllm", "transformers-generate") and self.replay is not None:
+        if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MAX_CPU_THREADS:
+            raise ValueError(f"cpu_threads is {self.cpu_threads}; 1 to {MAX_CPU_THREADS} are needed")
+        if self.engine != "auto" and self.replay is not None:
             raise ValueError(f"replay reads shards and decodes nothing; leave engine {self.engine} out")
+        check_portable_only(self)
         if self.engine == "transformers-generate" and self.temperature > 0:
             raise ValueError("transformers-generate tempers and samples the drafts as well; it is for temperature 0")
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are vLLM's, and engine is {self.engine}; leave them out, or use engine vllm")
+        check_benchmarks(self.benchmark_names)
         unknown = [name for name in self.method_names if name not in METHOD_NAMES]
         if unknown or not self.method_names:
             raise ValueError(f"methods is {self.methods!r}; allowed: {', '.join(METHOD_NAMES)}")
@@ -233,6 +244,8 @@ def choose_device(config: EvalConfig) -> tuple[str, str]:
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise KitError("device is cuda but torch sees no GPU here; use --device cpu")
+    if config.engine == "fused" and (config.device == "cpu" or not has_gpu):
+        raise KitError("engine is fused, whose kernels need a GPU, and the device is a CPU; use --engine portable")
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu) else "cpu"
     if device == "cpu" and config.dtype == "bfloat16":
         raise KitError("dtype is bfloat16 on a CPU, where its products are many times slower; use --dtype float32")

@@ -77,6 +77,20 @@ class TrainingRun:
         except OSError:
             return None
 
+    def require_apart(self, out: Path) -> None:
+        """Refuse a file in place of the run, and a report in the folders that its trainer writes, which it would find taken.
+
+        Raises:
+            KitError: naming file or folder.
+        """
+        if self.out.is_file():
+            raise KitError(f"watch names {self.out}, a file; name the folder of a training run")
+        theirs = (self.out.resolve(), self.state.resolve())
+        if any(folder in (out.resolve(), *out.resolve().parents) for folder in theirs):
+            raise KitError(
+                f"report folder {out} lies in {self.out} or its state, which the trainer writes; name another with --out"
+            )
+
     def signs(self) -> tuple[object, ...]:
         """Changes whenever the run is seen to do something."""
         return (tuple(self.checkpoints()), _stamp(self.state / "metrics.jsonl"), self.finished())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dflash_kit.acceptance import CHAIN, RoundLog
 from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.driver_watch import DRIVER_VARIABLE
 from dflash_kit.errors import KitError
 from dflash_kit.vllm_calls import ask, stop
 from dflash_kit.vllm_environment import check_engine_args, prepare_environment
@@ -204,6 +205,7 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
     if setup.num_cores is not None:
         cores = sorted(os.sched_getaffinity(0))[: setup.num_cores]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    os.environ[DRIVER_VARIABLE] = str(os.getpid())
     prepare_environment(int(setup.engine_args.get("tensor_parallel_size", 1)))
     from vllm import EngineArgs
     from vllm.platforms import current_platform

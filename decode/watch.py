@@ -20,6 +20,7 @@ from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.checkpoint import weights_sha256
 from dflash_kit.errors import KitError, require_dir_empty
 from dflash_kit.interrupts import sigterm_interrupts
+from dflash_kit.target import TargetSpec
 
 from .catcher import Catcher, step_name
 from .compare import NUMBERS, Run
@@ -43,9 +44,12 @@ def watch_run(config: EvalConfig, run: Run) -> int:
     """
     training = TrainingRun(str(config.watch))
     out = config.out_folder
+    training.require_apart(out)
     if config.replay is None:
         for name in config.benchmark_names:
             load_benchmark(name, config.limit)  # refused now rather than when the first checkpoint is there
+    if config.target is not None:
+        TargetSpec.from_pretrained(config.target, config.target_revision)
     record = Record(out, training, config.result_settings() | {"replay": config.replay})
     print(
         f"watching     {training.out}: {len(training.checkpoints())} checkpoints now, {len(record.steps())} evaluated before"
@@ -177,7 +181,7 @@ class Record:
         try:
             there = json.loads(self._file.read_text(encoding="utf-8"))
             steps = [entry["step"] for entry in there["checkpoints"]]
-            known = {name: there[name] for name in self._values}
+            known = {name: there[name] for name in self._values} | {"settings": dict(there["settings"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KitError(f"{self._file} is no record of a watch ({error}); name a new folder with --out") from error
         for name in ("watched", "run"):

@@ -210,5 +210,9 @@ def _load(*arguments: Any, **options: Any) -> Any:
         logging.set_verbosity(before)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, StopIteration):
+        return "there is no row in it"
+    if error.__cause__ is not None and "occurred while generating" in str(error):  # the reason is one further down
+        return _first_line(error.__cause__)
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

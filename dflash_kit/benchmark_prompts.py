@@ -48,6 +48,8 @@ def load_benchmark(name: str, limit: int | None = None) -> list[BenchmarkPrompt]
         raise KitError(f"limit of benchmark {name} is {limit}; give at least 1, or none for all prompts")
     known, equals, place = name.partition("=")
     if known in HUB_BENCHMARKS:
+        if equals and not place:
+            raise KitError(f"benchmark {name!r} names no data; write {known}=FILE, or {known} alone for the hub's")
         prompts = list(_published_prompts(known, place if equals else None))
         return _selected(prompts, PUBLISHED_PROMPTS if limit is None else limit)
     if equals and known in BENCHMARKS:
@@ -113,7 +115,7 @@ def data_folder() -> Path:
 
 def _read_prompts(path: Path, to_turns: Callable[[dict[str, Any]], list[str]]) -> list[BenchmarkPrompt]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as err:
         raise KitError(f"cannot read benchmark {path}: {err.strerror}") from err
     except UnicodeDecodeError as err:
@@ -131,7 +133,8 @@ def _read_rows(
     for place, value in rows:
         try:
             row = json.loads(value) if isinstance(value, str) else _without_nulls(value)
-            prompt = BenchmarkPrompt(id=str(row.get("id", place.replace(" ", "-"))), turns=tuple(to_turns(row)))
+            row_id = place.replace(" ", "-") if row.get("id") is None else row["id"]
+            prompt = BenchmarkPrompt(id=str(row_id), turns=tuple(to_turns(row)))
             _require_unicode(prompt)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
             raise KitError(f"{source} {place}: {err}; a row is a JSON object with prompt, turns or messages") from err

@@ -51,6 +51,7 @@ def parse_config(stage: str, cls: type[T], argv: list[str] | None, *, descriptio
     argv = [arg for arg in argv if arg != "--print_config"]
     files, argv = _split_config_files(argv)
     yaml_args = [arg for file in files for arg in _yaml_args(read_section(Path(file), stage), hints, stage, file)]
+    yaml_args = _without_effectless(yaml_args, argv, cls)
     parser = _build_parser(stage, cls, description)
     if wants_print:
         _drop_requirements(parser)
@@ -162,6 +163,23 @@ def _yaml_args(values: dict[str, Any], hints: dict[str, Any], stage: str, file: 
         else:
             args.append(f"--{name}={value if isinstance(value, str) else _as_json(value, name, file)}")
     return args
+
+
+def _without_effectless(yaml_args: list[str], argv: list[str], cls: type) -> list[str]:
+    """Leave out what a recipe says for other modes than the one that the command line chooses, and say so.
+
+    ``cls.effectless(flags)`` tells the names of settings that flags leave without effect; on the command line they are refused.
+    """
+    effectless = getattr(cls, "effectless", None)
+    if effectless is None:
+        return yaml_args
+    flags = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--") and not arg.lower().endswith("=false")}
+    names: set[str] = effectless(flags)
+    left = [arg for arg in yaml_args if arg[2:].partition("=")[0].partition(".")[0] not in names]
+    dropped = list(dict.fromkeys(arg[2:].partition("=")[0] for arg in yaml_args if arg not in left))
+    if dropped:
+        print(f"note: {', '.join(dropped)} of the recipe: without effect here", file=sys.stderr)
+    return left
 
 
 def _as_json(value: Any, name: str, file: str) -> str:

@@ -1,6 +1,7 @@
 """The one exception for a user's mistake, and the checks every stage shares."""
 
 import importlib
+import io
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ def run_cli(main: Callable[[list[str] | None], int] | str, argv: list[str] | Non
         The exit status: what ``main`` returns, 2 for a ``KitError``, 130 after Ctrl-C, 141 when nobody reads the output
         any more.
     """
+    _secure_streams()
     try:
         try:
             function: Callable[[list[str] | None], int] = (
@@ -47,6 +49,24 @@ def run_cli(main: Callable[[list[str] | None], int] | str, argv: list[str] | Non
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("error: the output is read no more (a closed pipe); run the same command again", file=sys.stderr)
         return 128 + signal.SIGPIPE
+
+
+def _secure_streams() -> None:
+    """Let closed streams and terminals without Unicode take what is printed.
+
+    A closed one leaves its number to the next file that is opened, into which libraries would print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def require_dir_empty(path: str | Path, what: str) -> None:

@@ -34,12 +34,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend, CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
+from dflash_kit.driver_watch import end_with_driver
 from dflash_kit.errors import KitError
 from dflash_kit.shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
 from dflash_kit.shard_sink import PendingRow, ShardSink, num_writer_lanes
 from dflash_kit.shard_writer import ShardWriter
 from dflash_kit.vllm_copy import StateCopier
-from dflash_kit.vllm_worker import end_with_driver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -1,9 +1,18 @@
-"""What the driver of an evaluation asks of vLLM's workers: a check of the kernel that norms the drafter's context keys."""
+"""What the driver of an evaluation asks of vLLM's workers: a check of the kernel that norms the drafter's context keys.
 
+Workers import this as they start, and end with the driver from then on: a killed one would leave their memory taken.
+"""
+
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dflash_kit.driver_watch import DRIVER_VARIABLE, end_with_driver
+
+if int(os.environ.get(DRIVER_VARIABLE, os.getpid())) != os.getpid():
+    end_with_driver(int(os.environ[DRIVER_VARIABLE]), lambda: None)
 
 
 class DrafterAccess:

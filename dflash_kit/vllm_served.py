@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from dflash_kit.driver_watch import end_with_driver
 from dflash_kit.shard_share import Share
 from dflash_kit.vllm_connector import FinishedRequest, ShardConnector
 from dflash_kit.vllm_version import installed_vllm
-from dflash_kit.vllm_worker import WriterAccess, end_with_driver
+from dflash_kit.vllm_worker import WriterAccess
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,12 +1,5 @@
-"""What the driver of an extraction may ask of vLLM's workers, and what ends them when the driver is gone."""
+"""What the driver of an extraction may ask of vLLM's workers."""
 
-import multiprocessing
-import os
-import select
-import signal
-import threading
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -34,27 +27,3 @@ class WriterAccess:
         request; see ``extract.vllm_capture.start_engine`` for what is wrong with that.
         """
         self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
-
-
-def end_with_driver(driver_pid: int, finish: Callable[[], None]) -> None:
-    """End this worker when the driver is gone: a killed driver must not leave an engine that holds the folder.
-
-    Args:
-        driver_pid: process id of the driver; on another host or an old kernel nothing is watched.
-        finish: called first, to save what the writer holds.
-    """
-    try:
-        descriptor = os.pidfd_open(driver_pid)
-    except (AttributeError, OSError):
-        return
-
-    def watch() -> None:
-        select.select([descriptor], [], [])
-        finish()
-        engine = multiprocessing.parent_process()
-        if engine is not None and engine.pid not in (None, driver_pid):
-            with suppress(ProcessLookupError):
-                os.kill(engine.pid, signal.SIGTERM)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="driver-watch", daemon=True).start()

@@ -174,7 +174,8 @@ def test_offline_says_what_would_do(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("rows.jsonl", [{"problem": "fine"}, {"problem": " "}], "row 2 has no text in 'problem'"),
         ("rows.txt", [{"problem": "x"}], "Parquet file, a folder of them"),
         ("absent.jsonl", None, "Parquet file, a folder of them"),
-        ("rows.jsonl", "not json\n", "cannot be read"),
+        ("rows.jsonl", "not json\n", "cannot be read: JSON parse error"),
+        ("rows.jsonl", "", "cannot be read: there is no row in it"),
     ],
 )
 def test_data_that_do_not_fit(tmp_path: Path, place: str, rows: Any, words: str) -> None:
@@ -189,6 +190,8 @@ def test_data_that_do_not_fit(tmp_path: Path, place: str, rows: Any, words: str)
 def test_names_that_are_none() -> None:
     with pytest.raises(KitError, match="known: .*aime25, math500, aime24, mbpp, alpaca, livecodebench"):
         load_benchmark("maths500")
+    with pytest.raises(KitError, match="'math500=' names no data"):
+        load_benchmark("math500=")
     with pytest.raises(KitError, match="gsm8k is bundled"):
         load_benchmark("gsm8k=rows.jsonl")
     with pytest.raises(KitError, match="names no data set"):

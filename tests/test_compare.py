@@ -10,8 +10,9 @@ import pytest
 from drafting import tiny_drafter
 from test_eval_cli import evaluate, made, read_report  # noqa: F401  (made is a fixture)
 
-import decode.cli
-from decode.checkpoints import find_checkpoints, unique_names
+import decode.engines
+from decode.checkpoints import NamedCheckpoint, find_checkpoints, unique_names
+from decode.compare import Evaluated, build_comparison
 from dflash_kit.acceptance import RoundLog, paired_difference, summarise
 from dflash_kit.errors import KitError
 
@@ -33,7 +34,7 @@ def test_live_comparison(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loads: list[str] = []
-    load = decode.cli.load_target
+    load = decode.engines.load_target
 
     def counted(name: str, **arguments: Any) -> Any:
         loads.append(name)
@@ -107,6 +108,16 @@ def test_replayed_comparison_and_refusals(
     assert "which is no part of the comparison" in refused(both, folder=tmp_path / "single")
     assert evaluate(made, tmp_path / "planned", replay, "--dry_run", ckpt=both) == 0
     assert not (tmp_path / "planned").exists()
+
+
+def test_targets_that_differ_are_named_as_the_reason_of_differences() -> None:
+    def one(name: str, target: str) -> Evaluated:
+        report = {"target": target, "checkpoint": name, "results": []}
+        checkpoint = NamedCheckpoint(name=name, given=name, folder=Path(name))
+        return Evaluated(checkpoint=checkpoint, report=report, results=[])
+
+    assert "The targets differ here" in build_comparison([one("x", "t"), one("y", "u")])["differences"]
+    assert "The targets differ here" not in build_comparison([one("x", "t"), one("y", "t")])["differences"]
 
 
 def test_names_are_short_and_unique() -> None:

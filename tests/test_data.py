@@ -123,6 +123,15 @@ def test_own_file_in_each_shape(tmp_path: Path) -> None:
     ]
 
 
+def test_own_file_with_a_byte_order_mark_and_empty_ids(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"id": null, "prompt": "one"}\n{"id": null, "prompt": "two"}\n', encoding="utf-8-sig")
+    assert [(prompt.id, prompt.turns) for prompt in load_benchmark(str(own))] == [
+        ("line-1", ("one",)),
+        ("line-2", ("two",)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -113,6 +113,9 @@ def test_files_and_page(tmp_path: Path, timed: bool) -> None:
 
 
 def test_table_shows_every_row() -> None:
+    narrow = Console(width=40, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_report(make_report(), narrow)
+    assert "…" not in narrow.export_text(), "no number is cut off on a narrow terminal"
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_report(make_report(), console)
     text = " ".join(console.export_text().split())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_foreign_config import nested
 from test_train_loop import make_trainer, metrics
 from train_helpers import PowerCutError, assert_same_run, cut_power, lasting, make_shards, small_run
 
@@ -20,6 +21,7 @@ from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.foreign_config import says_target_layers
 from dflash_kit.hub import HUB_FILES
 from dflash_kit.replay import replay
 from dflash_kit.shards import open_shards
@@ -179,6 +181,17 @@ def test_published_configs_with_old_and_new_keys(
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_speculators_takes_the_layers_of_the_target(
+    shards_folder: Path, begun_from: Path, tmp_path: Path
+) -> None:
+    """It names no number of target layers; what is trained and written does."""
+    foreign = shutil.copytree(begun_from, tmp_path / "foreign")
+    ours = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(nested(ours)))
+    assert not says_target_layers(read_config(foreign))
+    assert prepared(shards_folder, tmp_path / "out", foreign).drafter == DrafterConfig.from_dict(ours)
 
 
 def test_settings_that_say_what_the_drafter_has_are_no_contradiction(

@@ -242,6 +242,24 @@ def test_what_a_watch_refuses(tmp_path: Path) -> None:
             EvalConfig(**values)
 
 
+def test_a_watch_stays_out_of_the_folders_of_its_trainer(tmp_path: Path) -> None:
+    """The trainer, at its end, would find OUT taken."""
+    training = Training(tmp_path / "run")
+    for place in (training.out, training.out / "report", training.state, training.checkpoints):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(KitError, match="which the trainer writes; name another with --out"):
+            watch_run(config_of(training, place), Evaluation())
+        assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(KitError, match="a file; name the folder"):
+        watch_run(EvalConfig(watch=str(tmp_path / "file"), out=str(tmp_path / "out"), replay="shards"), Evaluation())
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "watch.json").write_text(json.dumps({"checkpoints": [{"step": 1}], "settings": [[]], "watched": ""}))
+    with pytest.raises(KitError, match="is no record of a watch"):
+        watch_run(config_of(training, out), Evaluation())
+
+
 def test_taking_is_all_or_nothing(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "step-1", {"a": 1}, {"weight": torch.zeros(64)}, {})
     (source / "optimizer.pt").write_bytes(b"not this")

@@ -126,7 +126,7 @@ def prepare(config: TrainConfig) -> Job:
     _require_last_hidden(config, header)
     spec = _target_of(config, header)
     header.require_compatible(spec, f"shards {config.shards}")
-    origin = find_origin(config, RunFolder(config.out))
+    origin = find_origin(config, RunFolder(config.out), spec)
     drafter = _drafter_config(config, spec, header, origin)
     train_rows, eval_shards, eval_rows = _split(config, shards, spool)
     data = config.data

@@ -1,7 +1,7 @@
 """The drafter that a run starts from (``--init``): a published checkpoint, or one of this trainer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from dflash_kit.checkpoint import read_config, read_provenance, weights_sha256
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.foreign_config import says_target_layers
 from dflash_kit.hub import checkpoint_folder
 from dflash_kit.shards import ShardsHeader
 from dflash_kit.target import TargetSpec
@@ -44,10 +45,11 @@ class Origin:
         return dict(Drafter.from_pretrained(self.folder).state_dict())
 
 
-def find_origin(config: TrainConfig, run: RunFolder) -> Origin | None:
+def find_origin(config: TrainConfig, run: RunFolder, spec: TargetSpec) -> Origin | None:
     """The drafter that ``--init`` names, None where there is none.
 
     Once a run has a saved state, what it recorded is enough: a hub id is not looked up again, and a folder may be gone.
+    A checkpoint of speculators does not say how many layers its target has: those of this target, then.
 
     Raises:
         KitError: neither a readable checkpoint folder nor a hub id.
@@ -64,9 +66,13 @@ def find_origin(config: TrainConfig, run: RunFolder) -> Origin | None:
             folder=None,
         )
     folder = checkpoint_folder(config.init, "init")
+    raw = read_config(folder)
+    drafter = DrafterConfig.from_dict(raw)
+    if not says_target_layers(raw):
+        drafter = replace(drafter, num_target_layers=max(spec.num_layers, drafter.num_target_layers))
     return Origin(
         name=config.init,
-        config=DrafterConfig.from_dict(read_config(folder)),
+        config=drafter,
         weights_sha256=weights_sha256(folder),
         folder=folder,
     )
