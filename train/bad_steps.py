@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_kit.errors import KitError
 
 from .batches import PackedRow
-from .counters import Counters
+from .counters import Counters, writes
 from .sums import StepResult
 
 if TYPE_CHECKING:
@@ -33,11 +33,8 @@ def note_bad_step(trainer: "Trainer", rows: Sequence[PackedRow], result: StepRes
     line = {"step": counters.step, "reason": reason, "loss": _mean_loss(result), "ids": ids}
 
     def write() -> None:
-        try:
-            with folder.bad_steps.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise KitError(f"{folder.bad_steps} cannot be written ({error.strerror}); free some space") from error
+        with writes(folder.bad_steps), folder.bad_steps.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     parallel.on_main(write)
     limit = trainer.job.config.optim.max_bad_steps
