@@ -23,6 +23,7 @@ from dflash_kit.shards import open_shards
 from helpers import make_tiny_target
 from train.cli import main
 from train.memory import is_out_of_memory
+from train.report import write_report
 from train.state import RunFolder
 
 
@@ -67,6 +68,17 @@ def test_rows_with_too_few_supervised_tokens_for_a_block(
     assert "none was saved" in line
     (first, second) = bad_steps(tmp_path / "out")
     assert first["reason"] == "no supervised token" and second["ids"]
+    logged = metrics(tmp_path / "out")
+    assert "NaN" not in RunFolder(tmp_path / "out").metrics.read_text() and logged[0]["loss"] is None
+    assert [line["flop_per_s"] for line in logged] == [0, 0]  # no speed of steps that computed nothing
+    write_report(RunFolder(tmp_path / "out"))
+
+
+def test_a_row_length_that_cuts_the_responses_off_is_named(
+    shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, small_run(shards_folder, tmp_path / "out", data__seq_len=4, optim__max_bad_steps=1))
+    assert "raise data.seq_len if it cuts the responses off" in line
 
 
 # -- shards that cannot be read -------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 NOT_FINITE, NOTHING_TO_LEARN = "non-finite loss or gradient", "no supervised token"
 REMEDIES = {
     NOT_FINITE: "lower optim.lr or look at these rows",
-    NOTHING_TO_LEARN: "a block needs two supervised tokens in a row, so look at the loss masks of these rows",
+    NOTHING_TO_LEARN: "a block needs two supervised tokens in a row, so raise data.seq_len if it cuts the responses off, "
+    "or look at the loss masks of these rows",
 }
 
 

@@ -82,9 +82,8 @@ def facts(recorded: Mapping[str, Any], train: Sequence[Line], replays: Sequence[
         last = train[-1]
         planned = recorded.get("max_steps")
         found["steps"] = f"{last['step']:,}" + (f" of {planned:,}" if planned else "")
-        found["last interval"] = (
-            f"loss {last['loss']:.4f}, {speed_words(last)}, data-wait {last['data_wait_share']:.1%}"
-        )
+        loss = "–" if last["loss"] is None else f"{last['loss']:.4f}"
+        found["last interval"] = f"loss {loss}, {speed_words(last)}, data-wait {last['data_wait_share']:.1%}"
         found["skipped steps"] = str(last["skipped_steps"])
         found["conversations left out"] = str(last.get("unreadable_rows", 0))
     best = [line for line in replays if line["best"]]
