@@ -150,12 +150,16 @@ def test_a_held_out_row_that_cannot_be_read(
     shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = tmp_path / "held-out"
-    file, _ = break_one(shards_folder, shards)
+    file, ids = break_one(shards_folder, shards)
     train = make_shards(tmp_path / "train", Path(open_shards(shards).header.target_name), prefix="other")
     changes = {"eval_shards": shards, "replay__max_rows": 99, "optim__max_steps": 2, "replay__every_steps": 1}
     line = refusal(capsys, small_run(train, tmp_path / "out", **changes))
     assert str(file) in line and "held out for replay" in line
     assert main(small_run(train, tmp_path / "out", data__skip_unreadable=True, **changes)) == 0
+    shown = capsys.readouterr().out
+    count = metrics(tmp_path / "out", "replay")[-1]["unreadable_rows"]
+    assert 0 < count <= len(ids)
+    assert f"left out of this replay: {count} of 24 held-out rows" in shown and str(file) in shown
 
 
 def test_shards_of_two_targets_in_one_folder(

@@ -38,6 +38,13 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     if counters.step == 0:
         counters.first_replay = counters.last_replay
     reporter.say(replay_line(counters.step, found, best=best))
+    unreadable = trainer.validation.unreadable
+    if unreadable:
+        num_rows = len(trainer.validation.rows)
+        reporter.say(
+            f"left out of this replay: {len(unreadable)} of {num_rows} held-out rows, which cannot be read ({unreadable[0]}); "
+            "its τ is that of the others"
+        )
     values = {
         method_label(*method): {
             "acceptance_length_pooled": value.acceptance_length_pooled,
@@ -47,7 +54,11 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
         }
         for method, value in found.items()
     }
-    trainer.parallel.on_main(lambda: reporter.record("replay", counters.step, {"best": best, "methods": values}))
+    trainer.parallel.on_main(
+        lambda: reporter.record(
+            "replay", counters.step, {"best": best, "methods": values, "unreadable_rows": len(unreadable)}
+        )
+    )
     if best:
         _write_drafter(trainer, drafter, argv)
 
