@@ -220,7 +220,12 @@ class ExtractConfig:
 
     def _refuse_vllm_settings(self) -> None:
         """Those that change what vLLM does and nothing else; how much memory it may take, a recipe may well say anyway."""
-        unset = {"prefix_caching": False, "tensor_parallel_size": 1, "max_num_batched_tokens": None, "engine_args": {}}
+        unset: dict[str, Any] = {
+            "prefix_caching": False,
+            "tensor_parallel_size": 1,
+            "max_num_batched_tokens": None,
+            "engine_args": {},
+        }
         for name, value in unset.items():
             if getattr(self, name) != value:
                 raise ValueError(
