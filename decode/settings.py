@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO
+from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO, MAX_BUDGET
 from dflash_kit.errors import KitError, require_folder_name
 
 from .doctor_settings import USED, require_doctor_settings
@@ -26,8 +26,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 AUTO = "auto"
 AUTO_CAP = 1024
 """Largest tree of the budget auto where no number stands beside it."""
-MAX_BUDGET = 4096
-"""A verification attends from every node to every node: beyond this it takes more memory than the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,8 @@ import numpy as np
 AR, CHAIN, DDTREE = "ar", "chain", "ddtree"
 DDTREE_AUTO = "ddtree-auto"
 """DDTree whose budget is chosen each round, up to the one that is named."""
+MAX_BUDGET = 4096
+"""Largest tree: a verification attends from every node to every node, beyond this it takes more memory than the target."""
 CUT_REASONS = ("eos", "length")
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0

@@ -153,6 +153,9 @@ class ShardFile:
             KitError: the bytes are damaged so far that they cannot be parsed.
         """
         try:
+            # Reading what a shortened file no longer has would end the process (SIGBUS).
+            if self._map.size() < len(self._map):
+                raise ValueError(f"the file was cut to {self._map.size():,} of {len(self._map):,} bytes while in use")
             batch = self._reader.get_batch(index)
             batch.validate(
                 full=True

@@ -64,6 +64,9 @@ def require_parallelism(config: ExtractConfig, spec: TargetSpec) -> None:
 def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan, screen: Screen) -> float | None:
     """Say and return how many seconds the plan takes at least; None where that cannot be known."""
     dtype = getattr(torch, header.compute_dtype)
+    # Besides the states' own pass, answers of transformers take one before it.
+    answered = [s for s in plan.samples if s.loss_spans is None] if config.engine == "transformers" else []
+    num_tokens = plan.max_tokens + sum(len(s.token_ids) + s.max_new_tokens for s in answered)
     try:
         num_weights, rates = count_active_weights(spec.name, spec.revision), measure_rates(dtype)
     except (KitError, torch.OutOfMemoryError) as error:
@@ -72,7 +75,7 @@ def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
     least_s = least_time_s(
         num_weights,
         rates,
-        num_tokens=plan.max_tokens,
+        num_tokens=num_tokens,
         num_answer_tokens=sum(sample.max_new_tokens for sample in plan.samples),
         num_seqs=min(num_seqs(config), max(1, len(plan.samples))),
         bytes_per_weight=dtype.itemsize,

@@ -34,6 +34,12 @@ class SamplingConfig:
             )
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError("sampling needs 0 < top_p <= 1 and top_k >= 0")
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k):
+            name, value = ("top_p", self.top_p) if self.top_p != 1 else ("top_k", self.top_k)
+            raise ValueError(
+                f"sampling.{name} is {value} at sampling.temperature 0, which always takes the likeliest token: "
+                "leave it out, or set a temperature"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"sampling.seed is {self.seed}; allowed: 0..{MAX_SEED}")
         if self.max_new_tokens < 1:
@@ -61,7 +67,8 @@ class ExtractConfig:
     revision: str | None = None
     """Revision of a hub id."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """What runs the target; both write the same rows, transformers more slowly."""
+    """What runs the target; both write the same rows. vLLM answers and captures in one pass; transformers answers first and
+    feeds every answered conversation once more for its states, in a pass of its own."""
     generate: bool | None = None
     """true: the target answers every conversation (a given last response is left out); false: responses must
     be given; unset: it answers those that do not end with a response."""
@@ -207,7 +214,24 @@ class ExtractConfig:
                 f"rank {self.rank} is outside of 0..{world_size - self.num_workers}: it is the first of num_workers "
                 f"{self.num_workers} processes out of world_size {world_size}"
             )
+        if self.engine != "vllm":
+            self._refuse_vllm_settings()
         _ = self.shares  # checks both
+
+    def _refuse_vllm_settings(self) -> None:
+        """Those that change what vLLM does and nothing else; how much memory it may take, a recipe may well say anyway."""
+        unset: dict[str, Any] = {
+            "prefix_caching": False,
+            "tensor_parallel_size": 1,
+            "max_num_batched_tokens": None,
+            "engine_args": {},
+        }
+        for name, value in unset.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} with engine {self.engine}, on which it has no effect; "
+                    "leave it out, or take engine vllm"
+                )
 
     @property
     def shares(self) -> list[Share]:

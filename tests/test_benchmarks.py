@@ -17,6 +17,7 @@ from helpers import HAS_GPU, REPO, requires_vllm
 sys.path.append(str(REPO / "benchmarks"))
 
 import decode_hybrid
+import drafter_choices
 import extract_gpu
 import extract_rates
 import measuring
@@ -175,3 +176,46 @@ def test_unknown_sinks_and_shapes_are_refused(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             extract_gpu.parse([*folders, *wrong])
         assert said in capsys.readouterr().err
+
+
+def test_variants_are_trained_and_replayed_once_and_one_that_fails_keeps_no_other_back(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train_helpers import make_shards
+
+    import decode.cli
+    import train.cli
+    from dflash_kit.errors import run_cli
+
+    def call(command: list[str]) -> None:
+        """As in a process of its own, without the imports."""
+        if run_cli({"train/run.py": train.cli.main, "decode/eval.py": decode.cli.main}[command[0]], command[1:]):
+            raise drafter_choices.CommandError("it failed")
+
+    shards, held = make_shards(tmp_path / "s", tiny_target), make_shards(tmp_path / "e", tiny_target, prefix="e")
+    recipe: dict[str, Any] = {
+        "drafter": {"num_hidden_layers": 1, "block_size": 4},
+        "data": {"seq_len": 64, "rows_per_step": 2, "holdout_fraction": 0.1},
+        "replay": {"max_rows": 3, "every_steps": 6, "budgets": [4]},
+        "log_every_steps": 3,
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"train": recipe}))
+    monkeypatch.setattr(drafter_choices, "call", call)
+    monkeypatch.setitem(drafter_choices.VARIANTS, "broken", ["--drafter.num_hidden_layers", "0"])
+    arguments = ["--config", str(tmp_path / "recipe.yaml"), "--shards", str(shards), "--evaluate", f"held={held}"]
+    arguments += ["--steps", "8", "--anchors", "12", "--budgets", "4", "--out", str(tmp_path / "out")]
+    arguments += ["--variants", "kl,broken,half_anchors,half_data"]
+    drafter_choices.main(arguments)
+    found = last_line(capsys)
+    assert found["left_out"] == {"kl": "the shards hold no last hidden states", "broken": "it failed"}
+    anchors, data = found["variants"]
+    assert (anchors["flags"], anchors["train_rows"]) == (["--data.anchors", "6"], found["rows"] - 3)
+    assert data["variant"] == "half_data" and data["train_rows"] < found["rows"] * 0.7
+    for result in (anchors, data):
+        assert set(result["acceptance_length"]["held"]) == {"chain-3", "ddtree-4"} and result["train_s"] > 0
+        assert [line["step"] for line in result["curve"]] == [6, 8] and result["last_loss"] > 0
+    monkeypatch.setattr(drafter_choices, "call", None)  # nothing is run again
+    drafter_choices.main([*arguments[:-1], "half_anchors,half_data"])
+    assert last_line(capsys)["variants"] == found["variants"]
+    drafter_choices.main([*arguments[:-1], "half_data", "--steps", "9"])
+    assert "other arguments" in last_line(capsys)["left_out"]["half_data"]

@@ -1,6 +1,7 @@
 """Samples at which an engine fails: counted and left out if asked for, else the run ends when what is in flight is done."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,3 +187,19 @@ def test_answers_are_drawn_from_the_truncated_distribution_row_by_row():
         assert (counts - wanted).abs().max() < 4 * 0.5 / 1000**0.5
     alone = hf_capture._Draws(job, samples[1:2], torch.device("cpu"))
     assert [int(alone(None, logits[None]).argmax()) for _ in range(50)] == said_TB[:50, 1].tolist()
+
+
+def test_vllm_is_told_how_to_answer_and_a_seed_for_each_sample():
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "seed": 3}
+    spec = SimpleNamespace(eos_token_ids=(2, 5))
+    job = SimpleNamespace(spec=spec, header=SimpleNamespace(sampling=sampling))
+    asked = [Sample(id=f"{i:x}" * 16, source="", token_ids=[1], loss_spans=None, max_new_tokens=30) for i in (1, 2)]
+    one, two = (vllm_capture.sampling_arguments(job, sample) for sample in asked)
+    assert (one["temperature"], one["top_p"], one["top_k"], one["max_tokens"]) == (0.7, 0.9, 4, 30)
+    assert one["stop_token_ids"] == [2, 5] and one["ignore_eos"]  # the target's end tokens, no others
+    assert one["seed"] != two["seed"] and one == {**two, "seed": one["seed"]}
+    assert vllm_capture.sampling_arguments(job, asked[0]) == one
+    other = SimpleNamespace(spec=spec, header=SimpleNamespace(sampling=sampling | {"seed": 4}))
+    assert vllm_capture.sampling_arguments(other, asked[0])["seed"] != one["seed"]
+    given = vllm_capture.sampling_arguments(job, replace(asked[0], loss_spans=[(0, 1)], max_new_tokens=0))
+    assert (given["temperature"], given["max_tokens"], given["seed"]) == (0.0, 1, None)

@@ -101,6 +101,12 @@ def test_a_corrected_setting_begins_anew_where_the_start_failed(tiny_target, pro
         ("--sampling.temperature=-1", r"0 \(greedy\) or 0\.01\.\.100"),
         ("--sampling.seed=9223372036854775808", r"0\.\.9223372036854775807"),
         ("--sampling.seed=-1", r"0\.\.9223372036854775807"),
+        ("--sampling.top_p=0.9", r"sampling\.top_p is 0\.9 at sampling\.temperature 0"),
+        ("--sampling.top_k=5", r"sampling\.top_k is 5 at sampling\.temperature 0"),
+        ("--prefix_caching=true", "prefix_caching is True with engine transformers, on which it has no effect"),
+        ("--max_num_batched_tokens=64", "max_num_batched_tokens is 64 with engine transformers"),
+        ("--tensor_parallel_size=2", "tensor_parallel_size is 2 with engine transformers"),
+        ("--engine_args.quantization=fp8", "engine_args is .* with engine transformers"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_the_range(tiny_target, prompts, tmp_path, option, said):

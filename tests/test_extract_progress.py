@@ -168,6 +168,12 @@ def test_a_dry_run_says_samples_tokens_bytes_time_and_free_disk(tiny_target, tmp
     assert (plan["to_do"], plan["max_tokens"], plan["free_bytes"]) == (2, 150, 12345)
     assert plan["max_bytes"] == 150 * (2 * 64 * 2 + 5) + 2 * 2048
 
+    (tmp_path / "p.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n" + json.dumps({"prompt": "y"}))
+    assert cli.main([*argv, "--sampling.max_new_tokens", "40"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    asked = plan["max_tokens"] - 100  # fed for the answer, and again for the states
+    assert plan["least_s"] == pytest.approx(2 * (100 + 2 * asked) * num_weights / 1e9, rel=0.01)
+
     def fail(*_):
         raise KitError("transformers cannot build this target")
 

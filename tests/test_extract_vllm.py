@@ -67,7 +67,8 @@ def environment():
 
 @pytest.fixture(scope="module")
 def capture(smollm2, environment, tmp_path_factory):
-    """Forty samples in batches of eight, four again one by one, and one that the writer refuses; one engine."""
+    """Forty samples in batches of eight, four again one by one, four beside samples that the engine refuses, and one that
+    the writer refuses; one engine."""
     spec, tokenizer = TargetSpec.from_pretrained(smollm2), load_tokenizer(smollm2)
     header = ShardsHeader.from_target(
         spec,
@@ -102,17 +103,31 @@ def capture(smollm2, environment, tmp_path_factory):
         reports = list(vllm_capture._Run(engine, job, plan.samples).run())
         for sample in plan.samples[:4]:
             list(vllm_capture._Run(engine, job, [replace(sample, id="single-" + sample.id)]).run())
+        refused = {skip: run_with_refused(engine, job, plan.samples[4:8], skip=skip) for skip in (True, False)}
         engine.collective_rpc("shard_writer_flush")
         repeated = vllm_capture._Run(engine, job, plan.samples[:1])
         with pytest.raises(KitError, match=f"sample {plan.samples[0].id} was captured twice"):
             list(repeated.run())
     finally:
         stop(engine, finish="shard_writer_finish")
-    return plan, reports, open_shards(job.folder)
+    return plan, reports, open_shards(job.folder), refused
+
+
+def run_with_refused(engine, job, samples, *, skip):
+    """Two samples with one between them that is longer than the engine takes; returns its rows, failures and summary."""
+    first, last = (replace(sample, id="single-" + sample.id) for sample in (samples[:2] if skip else samples[2:]))
+    long = replace(first, id=f"long-{skip}", source="p:long", token_ids=[1] * (job.longest_tokens + 2))
+    run = vllm_capture._Run(engine, replace(job, skip_errors=skip), [first, long, last])
+    reports = list(run.run())
+    try:
+        summary = run.failures.settle({"asked": 3, "dropped": {}})
+    except KitError as error:
+        summary = str(error)
+    return sum(report.num_rows for report in reports), sum(report.num_failed for report in reports), summary
 
 
 def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
-    plan, reports, shards = capture
+    plan, reports, shards, _ = capture
     ids = [row_id for row_id in shards.ids if not row_id.startswith("single-")]
     asked = [sample.id for sample in plan.samples]
     assert len(asked) == 40
@@ -125,7 +140,7 @@ def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
 
 def test_rows_are_the_prompt_the_greedy_answer_and_their_states(capture, smollm2):
     """Each row against one unbatched transformers pass: its answer is greedy, its states are hidden_states[k + 1]."""
-    plan, _, shards = capture
+    plan, _, shards, _ = capture
     model = load_target(smollm2)
     samples = {sample.id: sample for sample in plan.samples}
     worst = 0.0
@@ -153,10 +168,21 @@ def test_rows_are_the_prompt_the_greedy_answer_and_their_states(capture, smollm2
 
 
 def test_batched_and_single_captures_are_the_same(capture):
-    _, _, shards = capture
+    _, _, shards, _ = capture
     rows = {row.id: row for row in shards}
     for row_id in [row_id for row_id in rows if row_id.startswith("single-")]:
         single, batched = rows[row_id], rows[row_id.removeprefix("single-")]
         assert torch.equal(single.token_ids(), batched.token_ids())
         difference = (single.hidden_states - batched.hidden_states).norm()
         assert difference <= 1e-4 * batched.hidden_states.norm()
+
+
+def test_a_prompt_that_the_engine_refuses_costs_no_other_sample(capture):
+    """The real refusal of a prompt beyond the engine's context: left out and counted, or the end after what is in flight."""
+    plan, _, shards, refused = capture
+    assert refused[True] == (2, 1, {"asked": 3, "dropped": {"engine_failed": 1}})
+    num_rows, num_failed, error = refused[False]
+    assert (num_rows, num_failed) == (1, 1)  # nothing is taken up behind it
+    assert error.startswith("p:long: the engine failed at this sample (") and "--skip_errors" in error
+    done = [sample.id for sample in plan.samples[4:8] if "single-" + sample.id in shards.ids]
+    assert done == [sample.id for sample in plan.samples[4:7]] and not [i for i in shards.ids if i.startswith("long")]

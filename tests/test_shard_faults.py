@@ -1,6 +1,7 @@
 """Damaged, lost and left-over parts of a shards folder: told in one line, never taken for sound."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -187,3 +188,16 @@ def test_what_rounding_spoils_is_refused(tmp_path, value, words):
     taps[3, 1] = value * torch.linspace(0.99999, 1.0, D) if value < 2 else value
     with pytest.raises(KitError, match=f"row1: tap of layer 3 is {words} at token 3"):
         write(tmp_path / "s", [row])
+
+
+# Under a reader's feet
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_not_the_end_of_the_process(tmp_path):
+    folder = tmp_path / "s"
+    write(folder, [make_row(1, num_tokens=300), make_row(2, num_tokens=300)])
+    shards = open_shards(folder)
+    assert shards[0].id == "row1"  # the file is mapped
+    os.truncate(folder / "shard-00000.arrow", 4096)
+    with pytest.raises(KitError, match=r"shard-00000\.arrow row 1 .*was cut to 4,096 of [\d,]+ bytes while in use"):
+        shards[1]

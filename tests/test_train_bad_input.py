@@ -23,6 +23,7 @@ from dflash_kit.shards import open_shards
 from helpers import make_tiny_target
 from train.cli import main
 from train.memory import is_out_of_memory
+from train.report import write_report
 from train.state import RunFolder
 
 
@@ -67,6 +68,17 @@ def test_rows_with_too_few_supervised_tokens_for_a_block(
     assert "none was saved" in line
     (first, second) = bad_steps(tmp_path / "out")
     assert first["reason"] == "no supervised token" and second["ids"]
+    logged = metrics(tmp_path / "out")
+    assert "NaN" not in RunFolder(tmp_path / "out").metrics.read_text() and logged[0]["loss"] is None
+    assert [line["flop_per_s"] for line in logged] == [0, 0]  # no speed of steps that computed nothing
+    write_report(RunFolder(tmp_path / "out"))
+
+
+def test_a_row_length_that_cuts_the_responses_off_is_named(
+    shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, small_run(shards_folder, tmp_path / "out", data__seq_len=4, optim__max_bad_steps=1))
+    assert "raise data.seq_len if it cuts the responses off" in line
 
 
 # -- shards that cannot be read -------------------------------------------------------------------------------------
@@ -138,12 +150,16 @@ def test_a_held_out_row_that_cannot_be_read(
     shards_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = tmp_path / "held-out"
-    file, _ = break_one(shards_folder, shards)
+    file, ids = break_one(shards_folder, shards)
     train = make_shards(tmp_path / "train", Path(open_shards(shards).header.target_name), prefix="other")
     changes = {"eval_shards": shards, "replay__max_rows": 99, "optim__max_steps": 2, "replay__every_steps": 1}
     line = refusal(capsys, small_run(train, tmp_path / "out", **changes))
     assert str(file) in line and "held out for replay" in line
     assert main(small_run(train, tmp_path / "out", data__skip_unreadable=True, **changes)) == 0
+    shown = capsys.readouterr().out
+    count = metrics(tmp_path / "out", "replay")[-1]["unreadable_rows"]
+    assert 0 < count <= len(ids)
+    assert f"left out of this replay: {count} of 24 held-out rows" in shown and str(file) in shown
 
 
 def test_shards_of_two_targets_in_one_folder(

@@ -80,6 +80,7 @@ def test_unknown_flags_are_refused_with_the_nearest(
         ({"optim__kind": "muon", "optim__muon_lr": 0}, ["optim.muon_lr is 0", "above 0"]),
         ({"data__holdout_fraction": 1.5}, ["data.holdout_fraction is 1.5"]),
         ({"replay__budgets": "[0]"}, ["replay.budgets is [0]"]),
+        ({"replay__budgets": "[16,4097]"}, ["replay.budgets is [16, 4097]", "from 1 to 4096"]),
         ({"loss__kind": "mse"}, ["loss.kind", "'decay', 'dpace'"]),
         ({"drafter__mask_token_id": 256}, ["mask_token_id 256", "pad, bos or eos"]),  # case 15: the pad token
         ({"drafter__mask_token_id": 258}, ["mask_token_id 258", "pad, bos or eos"]),

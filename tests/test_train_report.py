@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from train_helpers import make_shards, small_run
 
-from dflash_kit.errors import KitError, run_cli
+from dflash_kit.errors import run_cli
 from train import report
 from train.cli import main
 from train.curves import draw_curves
@@ -88,17 +88,70 @@ def test_the_command_makes_it_anew_and_refuses_in_one_line(
     assert "no run has logged anything" in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_written_leaves_a_run_that_can_go_on(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_report_that_cannot_be_written_costs_no_drafter(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = small_run(make_shards(tmp_path / "shards", tiny_target), tmp_path / "out", optim__max_steps=4)
+    out = tmp_path / "out"
+    arguments = small_run(make_shards(tmp_path / "shards", tiny_target), out, optim__max_steps=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report.os, "replace", full_disk(report.os.replace))
-        with pytest.raises(KitError, match=r"report\.html cannot be written \(No space left on device\)"):
-            main(arguments)
-    assert not (tmp_path / "out").exists()
-    assert main(arguments) == 0
-    assert (tmp_path / "out" / "model.safetensors").exists()
+        assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "no report: " in shown and "report.html cannot be written (No space left on device)" in shown
+    assert (out / "model.safetensors").exists() and not (RunFolder(out).state / report.PAGE_NAME).exists()
+    assert f"`python -m train.report {out}` tries again" in shown
+    assert run_cli(report.main, [str(out)]) == 0 and (RunFolder(out).state / report.PAGE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": 3},
+        {"kind": "train", "step": 1},
+        {"kind": "replay", "step": 13, "best": True, "methods": {"chain": {}}},
+        {"kind": "replay", "step": 13, "best": False, "methods": 3},
+    ],
+)
+def test_lines_that_no_training_writes_are_refused_in_one_line(
+    finished: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any]
+) -> None:
+    metrics = RunFolder(finished).metrics
+    before = metrics.read_text()
+    try:
+        metrics.write_text(before + json.dumps(line) + "\n")
+        assert run_cli(report.main, [str(finished)]) == 2
+    finally:
+        metrics.write_text(before)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"nothing can be drawn from {metrics}" in said
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "/"])
+def test_a_name_that_no_folder_can_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(report.main, [name]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: output folder is" if name in ("", "/") else "error: output folder '"
+    )
+
+
+def test_metrics_that_cannot_be_written_end_the_run_in_one_line(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dflash_kit.checkpoint import read_provenance
+
+    out, shards = tmp_path / "out", read_provenance(finished)["config"]["shards"]
+    real = Path.open
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if self.name == "metrics.jsonl" and "a" in mode:
+            raise OSError(28, "No space left on device")
+        return real(self, mode, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        assert run_cli(main, small_run(Path(shards), out)) == 2
+    said = capsys.readouterr().err
+    assert f"error: {RunFolder(out).metrics} cannot be written (No space left on device)" in said
 
 
 def full_disk(real: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from test_train_cli import refusal
 from test_train_loop import metrics
 from train_helpers import PowerCutError, cut_power, make_shards, small_run
 
+from dflash_kit.errors import KitError
 from train import loop
 from train.cli import main
 from train.state import RunFolder
+from train.tracking import Tracker
 
 WANDB = """
 import json, os
@@ -151,3 +154,11 @@ def test_a_missing_package_is_named_before_anything_is_read(
     said = refusal(capsys, small_run(tmp_path / "absent", tmp_path / "out", report_to=name))
     assert f"report_to is {name} but that package is not installed; run `pip install {name}`" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_that_fails_in_the_middle_is_one_line(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(report_to="tensorboard")
+    tracker = Tracker(config, RunFolder(tmp_path / "out"))
+    tracker._inner = SimpleNamespace(log=lambda values, step: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(KitError, match=r"takes no more numbers \(.*No space left\); run again with --report_to none"):
+        tracker.log("train", 3, {"loss": 1.0})

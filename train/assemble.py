@@ -45,7 +45,11 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
         folder.begin(job.fingerprint())
         save_config(job.config, folder.state / "train.yaml")
         if is_new:
-            require_free_bytes(folder.state, state_bytes(job) * (job.config.keep_last + 1), "trainer state")
+            require_free_bytes(
+                folder.state,
+                state_bytes(job) * (job.config.keep_last + 1),
+                f"trainer state (keep_last {config.keep_last})",
+            )
 
     parallel.on_main(begin)
     on_gpu = device.type == "cuda"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_kit.errors import KitError
 
 from .batches import PackedRow
-from .counters import Counters
+from .counters import Counters, writes
 from .sums import StepResult
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 NOT_FINITE, NOTHING_TO_LEARN = "non-finite loss or gradient", "no supervised token"
 REMEDIES = {
     NOT_FINITE: "lower optim.lr or look at these rows",
-    NOTHING_TO_LEARN: "a block needs two supervised tokens in a row, so look at the loss masks of these rows",
+    NOTHING_TO_LEARN: "a block needs two supervised tokens in a row, so raise data.seq_len if it cuts the responses off, "
+    "or look at the loss masks of these rows",
 }
 
 
@@ -33,11 +34,8 @@ def note_bad_step(trainer: "Trainer", rows: Sequence[PackedRow], result: StepRes
     line = {"step": counters.step, "reason": reason, "loss": _mean_loss(result), "ids": ids}
 
     def write() -> None:
-        try:
-            with folder.bad_steps.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise KitError(f"{folder.bad_steps} cannot be written ({error.strerror}); free some space") from error
+        with writes(folder.bad_steps), folder.bad_steps.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     parallel.on_main(write)
     limit = trainer.job.config.optim.max_bad_steps

@@ -64,6 +64,21 @@ def as_object(value: Any) -> dict[str, Any]:
 
 
 @contextmanager
+def writes(file: Path) -> Iterator[None]:
+    """Write a file of the state folder inside this context.
+
+    Raises:
+        KitError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise KitError(
+            f"{file} cannot be written ({error.strerror or error}); make room there and run again"
+        ) from error
+
+
+@contextmanager
 def whole(file: Path, remedy: str) -> Iterator[None]:
     """Read a file of the state folder inside this context.
 

@@ -17,60 +17,16 @@ Shape legend: M slots with a weight, C slots of a chunk, D hidden size, V vocabu
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_kit.target_ends import TargetEnds
 
-from .losses import chunk_rows
+from .losses import ChunkedLoss, chunk_rows
 
 DISTILL_KINDS = ("kl", "tv", "lk", "lk_hybrid")
 HYBRID_RATE = 3.0
-
-
-class _ChunkedDistillation(torch.autograd.Function):
-    """Loss of each slot; keeps the gradient (M, D) instead of two sets of logits (M, V)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, taught: Tensor, ends: TargetEnds, labels: Tensor, kind: str, share: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        needs_grad, count = hidden.requires_grad, len(labels)
-        grade = _grade_kernel(hidden.device.type)
-        if hidden.is_cuda:  # a last chunk of another length would be compiled anew at every step
-            missing = -count % chunk
-            hidden, taught = (functional.pad(states, (0, 0, 0, missing)) for states in (hidden, taught))
-            labels = functional.pad(labels, (0, missing))
-        losses = hidden.new_empty(len(labels), dtype=torch.float32)
-        correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden) if needs_grad else None
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            losses[part], correct[part], logits_gradient, label_gradient = grade(
-                functional.linear(hidden[part], ends.head),
-                functional.linear(taught[part], ends.head),
-                labels[part],
-                ends.logit_softcap,
-                kind,
-                share,
-            )
-            if gradient is not None:
-                if share < 1:
-                    logits_gradient.scatter_add_(1, labels[part, None], label_gradient[:, None])
-                torch.mm(logits_gradient, ends.head, out=gradient[part])
-        if gradient is not None:
-            ctx.save_for_backward(gradient[:count])
-        losses, correct = losses[:count].clone(), correct[:count].clone()
-        ctx.mark_non_differentiable(correct)
-        return losses, correct
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][:, None].to(gradient.dtype), None, None, None, None, None, None
 
 
 def _grade(
@@ -153,5 +109,15 @@ def slot_distillation(
     with torch.no_grad():
         taught = ends.final_norm(target_states.to(dtype)).to(dtype)
     chunk = chunk_rows(hidden.device.type, 2 * ends.head.shape[0], chunk_bytes)
-    losses, correct = _ChunkedDistillation.apply(hidden.to(dtype), taught, ends, labels, kind, share, chunk)
+    kernel = _grade_kernel(hidden.device.type)
+
+    def grade(logits: Tensor, target_logits: Tensor, labels: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        losses, correct, gradient, label_gradient = kernel(
+            logits, target_logits, labels, ends.logit_softcap, kind, share
+        )
+        if needs_grad and share < 1:
+            gradient.scatter_add_(1, labels[:, None], label_gradient[:, None])
+        return losses, correct, gradient
+
+    losses, correct = ChunkedLoss.apply(hidden.to(dtype), (taught,), ends, labels, grade, chunk)
     return losses, correct

@@ -19,7 +19,7 @@ from .packing import PackingPlan
 from .settings import NEW_DRAFTER, TrainConfig
 from .spool_place import SpoolPlace, find_spool
 from .state import RunFolder
-from .validation import hold_out
+from .validation import hold_out, in_hash_order
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
@@ -202,7 +202,7 @@ def _split(config: TrainConfig, shards: Shards, spool: SpoolPlace | None) -> tup
                 f"{len(both)} rows of eval_shards {config.eval_shards} are also in {config.shards} "
                 f"(for instance {min(both)}); replay needs rows that are not trained on"
             )
-        return list(range(len(shards))), eval_shards, hold_out(eval_shards.ids, 1.0)[1][:max_rows]
+        return list(range(len(shards))), eval_shards, in_hash_order(eval_shards.ids)[:max_rows]
     fraction = config.data.holdout_fraction if max_rows else 0.0
     train_rows, held = hold_out(shards.ids, fraction)
     return train_rows, shards, held[:max_rows]

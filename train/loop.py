@@ -195,5 +195,5 @@ def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: 
     horizon = trainer.feed.horizon(trainer.counters.step)
     is_exact = trainer.job.spool is None
     reporter.say(step_line(values, trainer.job.max_steps if is_exact else f"~{horizon.steps or '?'}"))
-    reporter.record("train", trainer.counters.step, values)
+    trainer.parallel.on_main(lambda: reporter.record("train", trainer.counters.step, values))
     meter.reset()

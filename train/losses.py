@@ -33,27 +33,40 @@ def decay_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each slot; keeps the gradient (M, D) instead of logits (M, V)."""
+Grade = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""From the logits (C, V) of each kind of states, the labels (C,) and whether a gradient is wanted: losses (C,), hits (C,)
+and, where it is, the losses' gradient with respect to the first logits (C, V)."""
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Loss and hit of each slot, a chunk of slots after the other; keeps the gradient (M, D) instead of logits (M, V).
+
+    Args of ``apply``:
+        hidden: (M, D) states of the drafter, in the head's dtype.
+        others: further states (M, D) that are projected beside them.
+        ends: the target's head.
+        labels: (M,) int64.
+        grade: what to make of a chunk's logits.
+        chunk: C.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ends: TargetEnds, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        needs_grad, count = hidden.requires_grad, len(labels)
-        grade = _grade_kernel(hidden.device.type)
+    def forward(
+        ctx: Any, hidden: Tensor, others: tuple[Tensor, ...], ends: TargetEnds, labels: Tensor, grade: Grade, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        needs_grad, count, states = hidden.requires_grad, len(labels), (hidden, *others)
         if hidden.is_cuda:  # a last chunk of another length would be compiled anew at every step
             missing = -count % chunk
-            hidden, labels = functional.pad(hidden, (0, 0, 0, missing)), functional.pad(labels, (0, missing))
+            states = tuple(functional.pad(rows, (0, 0, 0, missing)) for rows in states)
+            labels = functional.pad(labels, (0, missing))
         losses = hidden.new_empty(len(labels), dtype=torch.float32)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden) if needs_grad else None
+        gradient = torch.empty_like(states[0]) if needs_grad else None
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
-            logits = functional.linear(hidden[part], ends.head)
-            losses[part], correct[part], logits_gradient, label_gradient = grade(
-                logits, labels[part], ends.logit_softcap, needs_grad
-            )
+            logits = [functional.linear(rows[part], ends.head) for rows in states]
+            losses[part], correct[part], logits_gradient = grade(*logits, labels[part], needs_grad)
             if gradient is not None:
-                logits_gradient.scatter_(1, labels[part, None], label_gradient[:, None])
                 torch.mm(logits_gradient, ends.head, out=gradient[part])
         if gradient is not None:
             ctx.save_for_backward(gradient[:count])
@@ -62,9 +75,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return losses, correct
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][:, None].to(gradient.dtype), None, None, None
+        return gradient * grads[0][:, None].to(gradient.dtype), None, None, None, None, None
 
 
 def _grade(
@@ -124,7 +137,15 @@ def slot_cross_entropy(
         losses (M,) float32, differentiable with respect to ``hidden``; correct (M,) bool.
     """
     chunk = chunk_rows(hidden.device.type, ends.head.shape[0], chunk_bytes)
-    losses, correct = _ChunkedCrossEntropy.apply(hidden.to(ends.head.dtype), ends, labels, chunk)
+    kernel = _grade_kernel(hidden.device.type)
+
+    def grade(logits: Tensor, labels: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        losses, correct, gradient, label_gradient = kernel(logits, labels, ends.logit_softcap, needs_grad)
+        if needs_grad:
+            gradient.scatter_(1, labels[:, None], label_gradient[:, None])
+        return losses, correct, gradient
+
+    losses, correct = ChunkedLoss.apply(hidden.to(ends.head.dtype), (), ends, labels, grade, chunk)
     return losses, correct
 
 

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_kit.checkpoint import read_provenance
 from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError
 from dflash_kit.provenance import collect_provenance
 
 from .progress import Reporter, method_label, replay_line
 from .report import PICTURE_NAME, write_report
-from .state import save_state
+from .state import RunFolder, save_state
 from .validation import whole_drafter
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
     if counters.step == 0:
         counters.first_replay = counters.last_replay
     reporter.say(replay_line(counters.step, found, best=best))
+    unreadable = trainer.validation.unreadable
+    if unreadable:
+        num_rows = len(trainer.validation.rows)
+        reporter.say(
+            f"left out of this replay: {len(unreadable)} of {num_rows} held-out rows, which cannot be read ({unreadable[0]}); "
+            "its τ is that of the others"
+        )
     values = {
         method_label(*method): {
             "acceptance_length_pooled": value.acceptance_length_pooled,
@@ -46,7 +54,11 @@ def record_replay(trainer: "Trainer", reporter: Reporter, argv: list[str] | None
         }
         for method, value in found.items()
     }
-    reporter.record("replay", counters.step, {"best": best, "methods": values})
+    trainer.parallel.on_main(
+        lambda: reporter.record(
+            "replay", counters.step, {"best": best, "methods": values, "unreadable_rows": len(unreadable)}
+        )
+    )
     if best:
         _write_drafter(trainer, drafter, argv)
 
@@ -74,7 +86,7 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
         Drafter.from_pretrained(kept).save_pretrained(folder.out, provenance=provenance)
 
     # The report first: with the drafter in its place the run counts as finished, and is never gone through again.
-    report = trainer.parallel.on_main(lambda: write_report(folder))
+    report = trainer.parallel.on_main(lambda: _report_words(folder))
     trainer.parallel.on_main(write)
     quality = ""
     if counters.best_acceptance_length is not None:
@@ -83,7 +95,15 @@ def finish(trainer: "Trainer", reporter: Reporter, argv: list[str] | None) -> No
     if trainer.job.origin is not None and before is not None:
         quality += f"; {trainer.job.origin.name}, which it started from, had {before:.3f}"
     reporter.say(f"finished: {folder.out} holds the drafter of step {step}{quality}")
-    reporter.say(f"report: {report} and {PICTURE_NAME} beside it")
+    reporter.say(report)
+
+
+def _report_words(folder: RunFolder) -> str:
+    """Write the report; where that fails, the drafter is none the worse, so this only says what was wrong."""
+    try:
+        return f"report: {write_report(folder)} and {PICTURE_NAME} beside it"
+    except KitError as error:
+        return f"no report: {error}; `python -m train.report {folder.out}` tries again"
 
 
 def _write_drafter(trainer: "Trainer", drafter: Drafter, argv: list[str] | None) -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dflash_kit.acceptance import Acceptance
 
+from .counters import writes
 from .tracking import Tracker
 
 WAIT_LINE_EVERY_S = 15.0
@@ -72,14 +74,19 @@ class Reporter:
                 self.say(f"left out: {trouble} ({num_so_far} conversations left out so far)")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl, and tell the tracker and the bar."""
+        """Append one line to metrics.jsonl, with null for what is not finite, and tell the tracker and the bar.
+
+        Raises:
+            KitError: it cannot be written.
+        """
         if kind == "train":
             self._speed = f"{speed_words(values)}  wait {values['data_wait_share']:.1%}"
         else:
             self._quality = _lengths_words(values["methods"])
         if self._metrics is not None:
             line = {"kind": kind, "step": step, "time_utc": _utc(), **values}
-            with self._metrics.open("a") as file:
+            line = {name: None if isinstance(v, float) and not isfinite(v) else v for name, v in line.items()}
+            with writes(self._metrics), self._metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             self._tracker.log(kind, step, values)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_kit.errors import KitError, run_cli
 
-from .counters import as_object, whole
+from .counters import as_object, whole, writes
 from .curves import Line, draw_curves
 from .progress import speed_words
 from .state import RunFolder
@@ -37,18 +37,23 @@ def write_report(folder: RunFolder) -> Path:
     Raises:
         KitError: nothing was logged, a file is damaged, or they cannot be written.
     """
-    lines = _logged(folder.metrics)
-    train = [line for line in lines if line["kind"] == "train"]
-    replays = [line for line in lines if line["kind"] == "replay"]
-    picture = draw_curves(train, replays)
-    page = render_page(folder.out.name, facts(folder.recorded(), train, replays), replays, picture)
+    lines, recorded = _logged(folder.metrics), folder.recorded()
     try:
+        train = [line for line in lines if line["kind"] == "train"]
+        replays = [line for line in lines if line["kind"] == "replay"]
+        picture = draw_curves(train, replays)
+        page = render_page(folder.out.name, facts(recorded, train, replays), replays, picture)
+    except Exception as error:  # an edited file raises anything, and so does a damaged installation of matplotlib
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise KitError(
+            f"nothing can be drawn from {folder.metrics} and run.json beside it ({why}); take out the lines that no "
+            "training has written"
+        ) from error
+    with writes(folder.state / PAGE_NAME):
         for name, content in ((PICTURE_NAME, picture), (PAGE_NAME, page.encode())):
             partial = folder.state / (name + ".incomplete")
             partial.write_bytes(content)
             os.replace(partial, folder.state / name)
-    except OSError as error:
-        raise KitError(f"{folder.state / PAGE_NAME} cannot be written ({error.strerror}); free some space") from error
     return folder.state / PAGE_NAME
 
 
@@ -77,9 +82,8 @@ def facts(recorded: Mapping[str, Any], train: Sequence[Line], replays: Sequence[
         last = train[-1]
         planned = recorded.get("max_steps")
         found["steps"] = f"{last['step']:,}" + (f" of {planned:,}" if planned else "")
-        found["last interval"] = (
-            f"loss {last['loss']:.4f}, {speed_words(last)}, data-wait {last['data_wait_share']:.1%}"
-        )
+        loss = "–" if last["loss"] is None else f"{last['loss']:.4f}"
+        found["last interval"] = f"loss {loss}, {speed_words(last)}, data-wait {last['data_wait_share']:.1%}"
         found["skipped steps"] = str(last["skipped_steps"])
         found["conversations left out"] = str(last.get("unreadable_rows", 0))
     best = [line for line in replays if line["best"]]

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from dflash_kit.acceptance import MAX_BUDGET
 from dflash_kit.errors import require_folder_name
 
 from .losses import default_gamma
@@ -226,13 +227,13 @@ class ReplaySettings:
     max_rows: int = 32
     """Held-out rows that are replayed; 0 switches replay off."""
     budgets: list[int] = field(default_factory=lambda: [16, 64])
-    """Tree budgets."""
+    """Tree budgets, 1 to 4096 nodes."""
 
     def __post_init__(self) -> None:
         _at_least("replay.every_steps", self.every_steps, 0)
         _at_least("replay.max_rows", self.max_rows, 0)
-        if any(budget < 1 for budget in self.budgets):
-            raise ValueError(f"replay.budgets is {self.budgets}; each must be at least 1")
+        if not all(1 <= budget <= MAX_BUDGET for budget in self.budgets):
+            raise ValueError(f"replay.budgets is {self.budgets}; each must be from 1 to {MAX_BUDGET}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

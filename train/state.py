@@ -32,7 +32,7 @@ from dflash_kit.checkpoint import PROVENANCE_NAME, follow_link, read_provenance
 from dflash_kit.errors import KitError, require_dir_empty
 
 from .average import WeightAverage
-from .counters import Counters, as_object, read_counters, whole
+from .counters import Counters, as_object, read_counters, whole, writes
 from .fingerprint import require_same
 from .lock import LOCK_NAME, RunLock
 from .parallel import Parallel
@@ -55,15 +55,16 @@ class RunFolder:
     """
 
     def __init__(self, out: str | Path) -> None:
-        self.out = follow_link(out)
-        if self.out.name in ("", ".."):
-            raise KitError(f"output folder is {str(out)!r}; name a folder to create, such as runs/drafter")
         try:
+            self.out = follow_link(out)
+            if self.out.name in ("", ".."):
+                raise KitError(f"output folder is {str(out)!r}; name a folder to create, such as runs/drafter")
             self.out.with_name(self.out.name + ".incomplete").lstat()  # the longest name that will be needed here
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError as error:
-            raise KitError(f"output folder {str(out)!r} cannot be used ({error.strerror}); name another") from error
+        except (OSError, ValueError) as error:  # a name too long, or one with a zero in it
+            why = getattr(error, "strerror", None) or error
+            raise KitError(f"output folder {str(out)!r} cannot be used ({why}); name another") from error
         self.state = self.out.with_name(self.out.name + ".state")
         self.checkpoints = self.state / "checkpoints"
         self.metrics = self.state / "metrics.jsonl"
@@ -106,16 +107,17 @@ class RunFolder:
         """Record what must not change, or compare with what an earlier run recorded.
 
         Raises:
-            KitError: another run's settings are recorded there.
+            KitError: another run's settings are recorded there, or it cannot be written.
         """
         if self._record.exists():
             require_same(self.recorded(), fingerprint, f"the run in {self.state}")
             return
         self._require_unused()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
         partial = self._record.with_suffix(".incomplete")
-        partial.write_text(json.dumps(fingerprint, indent=1))
-        os.replace(partial, self._record)
+        with writes(self._record):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(fingerprint, indent=1))
+            os.replace(partial, self._record)
 
     def recorded(self) -> dict[str, Any]:
         """The fingerprint that an earlier run left here or in its result; empty where there was none.
@@ -168,7 +170,7 @@ class RunFolder:
         """Drop lines of steps that will be done again.
 
         Raises:
-            KitError: the file is damaged.
+            KitError: the file is damaged, or cannot be written.
         """
         for file in (self.metrics, self.bad_steps):
             if file.exists():
@@ -200,7 +202,7 @@ def save_state(
 
     parallel.on_main(start)
     if _is_sharded(parallel):
-        parallel.accelerator.save_state(str(begun / SHARDED_NAME))
+        _orderly(lambda: parallel.accelerator.save_state(str(begun / SHARDED_NAME)), begun)
         parallel.wait()
     else:
         # Gathered by all processes, written by one; nothing is copied where the weights are whole already.
@@ -251,8 +253,9 @@ def _cut_lines(file: Path, step: int) -> None:
         lines = [line for line in file.read_text().split("\n")[:-1] if line]
         kept = [line for line in lines if as_object(json.loads(line))["step"] <= step]
     partial = file.with_suffix(".incomplete")
-    partial.write_text("".join(line + "\n" for line in kept))
-    os.replace(partial, file)
+    with writes(file):
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, file)
 
 
 def _is_sharded(parallel: Parallel) -> bool:

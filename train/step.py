@@ -57,7 +57,8 @@ def train_step(
         grad_norm, applied = _apply(trainer)
     sums.tokens = sum(row.num_tokens for row in rows)
     sums.cut_tokens = sum(row.num_cut_tokens for row in rows)
-    sums.flops = sum(map(trainer.job.flop_counter, rows))
+    if weight_sum > 0:  # else nothing was computed
+        sums.flops = sum(map(trainer.job.flop_counter, rows))
     return sums.result(
         parallel,
         weight_sum,

@@ -58,14 +58,25 @@ class Tracker:
             self._inner = self._tensorboard(step) if kind == "tensorboard" else self._wandb()
             self._inner.start()
         except Exception as error:  # wandb's own classes, OSError …
-            why = " ".join(str(error).split())[:200] or type(error).__name__
+            why = _words(error)
             help_text = "log in with `wandb login` or set WANDB_MODE=offline" if kind == "wandb" else "free the disk"
             raise KitError(f"report_to is {kind} but it cannot start ({why}); {help_text}, or use none") from error
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Send the numbers of one line of metrics.jsonl, under names such as ``train/loss`` and ``train/slot_accuracy/1``."""
-        if self._inner is not None:
+        """Send the numbers of one line of metrics.jsonl, under names such as ``train/loss`` and ``train/slot_accuracy/1``.
+
+        Raises:
+            KitError: the tracker takes no more, for instance for want of disk.
+        """
+        if self._inner is None:
+            return
+        try:
             self._inner.log(dict(_numbers(kind, {k: v for k, v in values.items() if k != "step"})), step=step)
+        except Exception as error:
+            raise KitError(
+                f"report_to is {self._config.report_to} but it takes no more numbers ({_words(error)}); run again with "
+                "--report_to none to go on without it from the last saved state"
+            ) from error
 
     def finish(self) -> None:
         """Write what is left."""
@@ -93,6 +104,10 @@ class Tracker:
             dir=str(self._folder.state),
             config=asdict(self._config),
         )
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

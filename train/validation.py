@@ -24,11 +24,16 @@ def hold_out(ids: Sequence[str], fraction: float) -> tuple[list[int], list[int]]
     Returns:
         Indices to train on, ascending; indices held out, in the order of their hash.
     """
-    places = sorted(range(len(ids)), key=lambda i: (_place(ids[i]), i))
+    places = in_hash_order(ids)
     num_held = sum(_place(row_id) < fraction for row_id in ids)
     if fraction > 0 and len(ids) > 1:
         num_held = min(max(num_held, 1), len(ids) - 1)
     return sorted(places[num_held:]), places[:num_held]
+
+
+def in_hash_order(ids: Sequence[str]) -> list[int]:
+    """Indices of all rows, in an order that depends on nothing but their ids."""
+    return sorted(range(len(ids)), key=lambda i: (_place(ids[i]), i))
 
 
 def _place(row_id: str) -> float:
@@ -59,6 +64,8 @@ class Validation:
         self.budgets, self.eos_token_ids = sorted(set(budgets)), tuple(eos_token_ids)
         self.skip_unreadable = False
         """Leave out rows that cannot be read."""
+        self.unreadable: tuple[str, ...] = ()
+        """What was wrong with the rows that the last ``measure`` left out, in all processes."""
 
     def measure(self, drafter: Drafter, parallel: Parallel) -> dict[Method, Acceptance]:
         """Acceptance by method; the rows are shared out over the processes, which all get the result.
@@ -78,21 +85,21 @@ class Validation:
                 logs[method].extend(responses)
         gathered = parallel.gather((logs, errors))
         everyone = [part for part, _ in gathered]
-        for text in (text for _, texts in gathered for text in texts):
-            raise KitError(text)
+        self.unreadable = tuple(text for _, texts in gathered for text in texts)
+        if self.unreadable and not self.skip_unreadable:
+            raise KitError(f"{self.unreadable[0]} (a row that is held out for replay)")
         num_draft_tokens = drafter.config.num_draft_tokens
         return {
             method: summarise([log for part in everyone for log in part[method]], num_draft_tokens) for method in logs
         }
 
     def _readable(self, indices: Sequence[int], errors: list[str]) -> Iterator[Row]:
-        """Rows that can be read; the others leave a message, or nothing where they are to be left out."""
+        """Rows that can be read; the others leave a message."""
         for index in indices:
             try:
                 row = self.shards[index]
             except KitError as error:
-                if not self.skip_unreadable:
-                    errors.append(f"{error} (a row that is held out for replay)")
+                errors.append(str(error))
                 continue
             yield row
 
