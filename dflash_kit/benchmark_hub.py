@@ -1,6 +1,7 @@
 """Benchmarks that may not lie in this repository: fetched from the hub, or read from files of the same columns.
 
-Wording, data set and number of prompts are those of the published DFlash figures.
+Wording, data set and number of prompts are those of the published DFlash and DDTree figures, compared with the benchmark scripts
+of both. (There ``swe-bench-lite`` is called ``swe-bench``.)
 """
 
 from __future__ import annotations
