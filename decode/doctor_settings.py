@@ -1,6 +1,6 @@
 """Which settings the doctor takes; the others would have no effect and are refused."""
 
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 USED = {
@@ -20,7 +20,7 @@ def require_doctor_settings(config: Any) -> None:
         ValueError: naming the first that would be ignored.
     """
     for field in fields(config):
-        if field.name not in USED and getattr(config, field.name) != field.default:
+        if field.name not in USED and getattr(config, field.name) != _default(field):
             raise ValueError(
                 f"{field.name} = {getattr(config, field.name)!r} has no effect with doctor, which replays the chain on greedy "
                 f"answers; leave it out (used: {', '.join(sorted(USED - {'doctor'}))})"
@@ -31,3 +31,7 @@ def tokens_of_an_answer(config: Any) -> int:
     """Tokens that the target answers at most."""
     default = next(field.default for field in fields(config) if field.name == "max_new_tokens")
     return NEW_TOKENS if config.max_new_tokens == default else int(config.max_new_tokens)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
