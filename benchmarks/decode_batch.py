@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -58,6 +59,7 @@ def main() -> None:
         "hardware": torch.cuda.get_device_name(0) if device == "cuda" else platform.processor() or platform.machine(),
         "clock": "wall" if device == "cuda" else "processor time",
         "threads": torch.get_num_threads(),
+        "load_average_1min": os.getloadavg()[0],
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "weights": "real" if args.ckpt else "random, target and drafter",

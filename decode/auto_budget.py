@@ -2,7 +2,10 @@
 
 A round costs C(n) = draft + verification of n nodes, in seconds measured with this target on this device. It is
 expected to give 1 + ΣP tokens: the bonus token, and each node with the probability P of its path. Nodes come best
-first, so ΣP is concave in n, and the round takes the n with the largest (1 + ΣP) / C(n), 0 among them.
+first, and the round takes the n with the largest (1 + ΣP) / C(n), 0 among them.
+
+Only sizes that were measured are taken, and these fill the tiles that matrix products compute in: on a CPU 3 rows may take longer
+than 4 (anchor and nodes), so what lies between two measured sizes is not known.
 
 The choice rests on the drafter's distributions, on clocks and on earlier rounds, never on the target's tokens of this round: the
 output stays the target's own.
@@ -25,13 +28,15 @@ FIXED_STAGES, ROW_STAGES = ("draft", "build", "commit"), ("verify", "walk")
 """Stages that take as long whatever the tree, and those that grow with it."""
 REPETITIONS, REPETITIONS_LARGE = 7, 2
 """Passes of each size in a calibration, and of those above LARGE; the fastest counts, since other work only ever adds."""
-LARGE = 64
-SMALLEST_RUNG = 4
-FIRST_SIZE = 32
+LARGE = 32
+ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Anchor and nodes of the small trees that are measured; the large ones double."""
+FIRST_SIZE = 31
 MEMORY_ROUNDS = 32
 """Rounds that the running estimates look back, about."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,8 @@ class CostTable:
     """Seconds of verifying each and choosing the target's tokens."""
 
     def verify_s_by_nodes(self) -> Array:
-        """Seconds for 0 … nodes[-1] nodes: linear between the measured sizes, never falling."""
-        rising = np.maximum.accumulate(np.array(self.verify_s))
-        return np.interp(np.arange(self.nodes[-1] + 1), self.nodes, rising)
+        """Seconds for 0 … nodes[-1] nodes: linear between the measured sizes."""
+        return np.interp(np.arange(self.nodes[-1] + 1), self.nodes, self.verify_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Milliseconds, for the report."""
@@ -71,7 +75,7 @@ def measure_costs(
 ) -> CostTable:
     """Time drafts and verifications of growing trees; nothing may be committed by either.
 
-    The ladder ends early at a size that cannot pay: all M + 1 tokens from it would come slower than one from no tree.
+    The ladder ends before a size that cannot pay: all M + 1 tokens from it would come slower than one from no tree.
 
     Args:
         draft: gives draft logits (M, V).
@@ -80,7 +84,7 @@ def measure_costs(
         cap: largest tree.
         now_s: clock; it must wait for the device.
     """
-    sizes, draft_s = [min(cap, size) for size in _doubling(cap)], float("inf")
+    sizes, draft_s = ladder(cap), float("inf")
     verify_s: dict[int, float] = {}
     for repetition in range(REPETITIONS):
         if repetition == REPETITIONS_LARGE:
@@ -92,19 +96,20 @@ def measure_costs(
         for size in sizes:
             start_s = now_s()
             verify(tree.prefix(size))
-            verify_s[size] = min(verify_s.get(size, float("inf")), now_s() - start_s)
-            if draft_s + verify_s[size] > (len(logits) + 1) * (draft_s + verify_s[0]):
-                sizes = [s for s in sizes if s <= size]
+            seconds = min(verify_s.get(size, float("inf")), now_s() - start_s)
+            if size and draft_s + seconds > (len(logits) + 1) * (draft_s + verify_s[0]):
+                sizes = [s for s in sizes if s < size]
                 break
+            verify_s[size] = seconds
     return CostTable(context_tokens, draft_s, tuple(verify_s), tuple(verify_s.values()))
 
 
-def _doubling(most: int) -> list[int]:
-    """0, 4, 8, 16 … up to the first that is not below ``most``."""
-    sizes = [0]
-    while sizes[-1] < most:
-        sizes.append(max(SMALLEST_RUNG, 2 * sizes[-1]))
-    return sizes
+def ladder(cap: int) -> list[int]:
+    """Nodes of the trees that are measured: 0, 3, 7, 11 … and ``cap``."""
+    rows = list(ROWS)
+    while rows[-1] <= cap:
+        rows.append(2 * rows[-1])
+    return [*(n - 1 for n in rows if n <= cap), cap]
 
 
 @dataclass(slots=True)
@@ -125,6 +130,10 @@ class RunningCosts:
     def max_nodes(self) -> int:
         """Larger trees cannot pay, or are not allowed."""
         return len(self._by_nodes) - 1
+
+    def sizes(self) -> IntArray:
+        """Trees that may be taken, ascending."""
+        return np.array(self.table.nodes)
 
     def seconds(self) -> Array:
         """(max_nodes + 1,) of a round with 0 … max_nodes nodes."""
@@ -173,14 +182,15 @@ class AutoBudget:
         It is built in pieces, each twice as large as the last, while a larger one could still be worth more.
         """
         assert self._current is not None, "prepare comes first"
-        seconds = self._current.seconds()
+        sizes, seconds = self._current.sizes(), self._current.seconds()
         size = min(self._size, self._current.max_nodes)
         while size:
             tree = build_tree(logits, size)
             gains = path_probabilities(tree, logits)
-            rates = expected_tokens(gains) / seconds[: len(tree) + 1]
-            num_nodes = int(rates.argmax())
-            if len(tree) < size or not could_be_better(gains, seconds, rates[num_nodes]):
+            within, beyond = sizes[sizes <= len(tree)], sizes[sizes > len(tree)]
+            rates = expected_tokens(gains)[within] / seconds[within]
+            num_nodes, rate = int(within[rates.argmax()]), float(rates.max())
+            if len(tree) < size or not could_be_better(gains, beyond, seconds, rate):
                 self._size = max(FIRST_SIZE, min(size, 2 * num_nodes))
                 return tree.prefix(num_nodes)
             size = min(2 * size, self._current.max_nodes)
@@ -220,11 +230,10 @@ def expected_tokens(gains: Array) -> Array:
     return 1 + np.concatenate([[0.0], gains.cumsum()])
 
 
-def could_be_better(gains: Array, seconds: Array, rate: float) -> bool:
-    """Whether some larger tree might give more tokens a second: its further nodes gain no more than the last one did."""
-    num_nodes = len(gains)
-    further = np.arange(1, len(seconds) - num_nodes)
-    return bool(((1 + gains.sum() + further * gains[-1]) > rate * seconds[num_nodes + 1 :]).any())
+def could_be_better(gains: Array, sizes: IntArray, seconds: Array, rate: float) -> bool:
+    """Whether a tree of one of these larger sizes might give more tokens a second: a further node gains no more than the last did."""
+    most = 1 + gains.sum() + (sizes - len(gains)) * gains[-1]
+    return bool((most > rate * seconds[sizes]).any())
 
 
 def summarise_choices(logs: Sequence[RoundLog]) -> dict[str, Any] | None:
@@ -235,7 +244,9 @@ def summarise_choices(logs: Sequence[RoundLog]) -> dict[str, Any] | None:
     chosen = np.array([nodes for log in logs for nodes in log.budgets])
     if not len(chosen):
         return None
-    edges = _doubling(int(chosen.max()))
+    edges = [0]
+    while edges[-1] < chosen.max():
+        edges.append(max(4, 2 * edges[-1]))
     lows = [0, *(edge + 1 for edge in edges[:-1])]
     return {
         "mean": float(chosen.mean()),

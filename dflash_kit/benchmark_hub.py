@@ -1,6 +1,7 @@
 """Benchmarks that may not lie in this repository: fetched from the hub, or read from files of the same columns.
 
-Wording, data set and number of prompts are those of the published DFlash figures.
+Wording, data set and number of prompts are those of the published DFlash and DDTree figures: compared with z-lab's present script, and
+for what that no longer has with copies of its earlier loader, which DDTree's script imports (``swe-bench`` there is ``swe-bench-lite`` here).
 """
 
 from __future__ import annotations

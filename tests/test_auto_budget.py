@@ -12,7 +12,7 @@ import torch
 from drafting import OracleEngine, decode_once, generate, tiny_drafter
 from test_eval_cli import evaluate, made, read_report, read_results
 
-from decode.auto_budget import AutoBudget, CostTable, RunningCosts, measure_costs, summarise_choices
+from decode.auto_budget import AutoBudget, CostTable, RunningCosts, ladder, measure_costs, summarise_choices
 from decode.auto_report import COSTS_NAME, budget_lines, keep_costs, read_costs
 from decode.engine import Method
 from decode.fused_engine import reason_against
@@ -25,6 +25,10 @@ from dflash_kit.tree import Tree, build_tree
 __all__ = ["made"]  # a fixture
 
 
+LADDER = [0, 3, 7, 11, 15, 23, 31, 47, 63]
+SIZES = (0, 1, 3, 7, 11, 15, 23, 31, 47, 64, 96, 128)
+
+
 def prepared(table: CostTable) -> AutoBudget:
     budget = AutoBudget()
     budget.prepare("greedy", table.context_tokens, lambda: table)
@@ -32,7 +36,7 @@ def prepared(table: CostTable) -> AutoBudget:
 
 
 def best_of_all(logits: torch.Tensor, table: CostTable) -> list[float]:
-    """Expected tokens per second of every size, from the probabilities of all paths there are."""
+    """Expected tokens per second of every measured size, from the probabilities of all paths there are."""
     probabilities = logits.double().softmax(-1).tolist()
     paths = sorted(
         (
@@ -42,11 +46,8 @@ def best_of_all(logits: torch.Tensor, table: CostTable) -> list[float]:
         ),
         reverse=True,
     )
-    rates = []
-    for num_nodes in range(min(table.nodes[-1], len(paths)) + 1):
-        cost_s = table.draft_s + float(np.interp(num_nodes, table.nodes, table.verify_s))
-        rates.append((1 + math.fsum(paths[:num_nodes])) / cost_s)
-    return rates
+    costs_s = (table.draft_s + verify_s for verify_s in table.verify_s)
+    return [(1 + math.fsum(paths[:n])) / cost_s for n, cost_s in zip(table.nodes, costs_s, strict=True)]
 
 
 def test_the_best_size_of_all_is_taken() -> None:
@@ -54,20 +55,19 @@ def test_the_best_size_of_all_is_taken() -> None:
     sizes = set()
     for sharpness in (0.5, 2.0, 4.0):
         for step_s in (0.0, 0.002, 0.01, 0.05, 2.0):
-            # A slope, and flat with a step and a slope behind it: not convex, as devices are.
-            for units in ((0, 1, 16, 32, 64, 128), (0, 1, 1, 9, 10, 60)):
-                verify_s = tuple(1 + step_s * unit for unit in units)
-                table = CostTable(100, 0.3, (0, 1, 16, 32, 64, 128), verify_s)
+            # A slope; flat with a step and a slope behind it; sizes that take longer than larger ones: as devices are.
+            for units in (SIZES, (0, 1, 1, 1, 1, 1, 9, 9, 9, 10, 30, 60), (0, 9, 3, 9, 7, 20, 12, 30, 20, 90, 60, 200)):
+                table = CostTable(100, 0.3, SIZES, tuple(1 + step_s * unit for unit in units))
                 logits = torch.randn(4, 5, generator=noise) * sharpness
                 rates = best_of_all(logits, table)
                 tree = prepared(table).tree(logits)
-                assert rates[len(tree)] == pytest.approx(max(rates), rel=1e-6)
+                assert rates[SIZES.index(len(tree))] == pytest.approx(max(rates), rel=1e-6)
                 expected = build_tree(logits, len(tree))
                 assert torch.equal(tree.tokens, expected.tokens)
                 assert torch.equal(tree.parents, expected.parents)
                 sizes.add(len(tree))
     assert {0, 128} < sizes
-    assert len(sizes) > 10
+    assert len(sizes) > 8
 
 
 class Machine:
@@ -90,14 +90,15 @@ class Machine:
 def test_costs_are_measured_up_to_where_no_tree_pays() -> None:
     machine = Machine(draft_s=0.01, verify_s=0.04, node_s=0.002)
     table = measure_costs(machine.draft, machine.verify, context_tokens=9, cap=1024, now_s=lambda: machine.now_s)
-    assert table.nodes == (0, 4, 8, 16, 32, 64, 128, 256)  # 0.05 s give a token, so 8 tokens must not take over 0.4 s
-    assert max(machine.seen) == 256
+    assert table.nodes == (0, 3, 7, 11, 15, 23, 31, 47, 63, 127)  # 0.05 s give a token, so 8 must not take over 0.4 s
+    assert max(machine.seen) == 255
     assert table.draft_s == pytest.approx(0.01, rel=0.01)
     assert table.verify_s == pytest.approx([0.04 + 0.002 * n for n in table.nodes], rel=0.01)
-    assert table.to_dict()["verify_ms"][1] == pytest.approx(48, rel=0.01)
+    assert table.to_dict()["verify_ms"][1] == pytest.approx(46, rel=0.01)
     small = measure_costs(machine.draft, machine.verify, context_tokens=9, cap=20, now_s=lambda: machine.now_s)
-    assert small.nodes == (0, 4, 8, 16, 20)
-    assert CostTable(1, 0.0, (0, 4, 8), (1.0, 3.0, 2.0)).verify_s_by_nodes().tolist() == [1, 1.5, 2, 2.5, 3, 3, 3, 3, 3]
+    assert small.nodes == (0, 3, 7, 11, 15, 20)
+    assert [ladder(cap) for cap in (1, 3, 63, 64)] == [[0, 1], [0, 3], LADDER, [*LADDER, 64]]
+    assert CostTable(1, 0.0, (0, 4, 6), (1.0, 3.0, 2.0)).verify_s_by_nodes().tolist() == [1, 1.5, 2, 2.5, 3, 2.5, 2]
 
 
 def test_a_context_is_calibrated_once_for_each_doubling() -> None:
@@ -115,7 +116,7 @@ def test_rounds_correct_a_calibration_that_no_longer_holds() -> None:
         costs.observe(64, 0.05, 0.08)
     assert costs.seconds()[[0, 64]] == pytest.approx([0.13, 0.13], rel=0.05)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 2
-    cheap = CostTable(100, 0.01, (0, 64), (0.04, 0.4))
+    cheap = CostTable(100, 0.01, SIZES[:10], tuple(0.04 + 0.0056 * n for n in SIZES[:10]))
     budget = prepared(cheap)
     before = len(budget.tree(logits))
     for _ in range(100):  # drafts now take so long that a round had better bring more
@@ -160,7 +161,10 @@ def test_output_is_the_targets_own(tiny_target: Path) -> None:
             script=prompt + expected,
             error_rate=error_rate,
         )
-        for table in (None, CostTable(4, 1.0, (0, 64), (1.0, 1.3))):  # measured, and one by which sizes vary
+        for table in (
+            None,
+            CostTable(4, 1.0, SIZES[:10], tuple(1 + n / 213 for n in SIZES[:10])),
+        ):  # measured, and one by which sizes vary
             if table is not None:
                 engine.auto_budget.prepare((), 4, lambda t=table: t)
                 engine._measure_costs = lambda *_args, t=table: t  # type: ignore[method-assign]
