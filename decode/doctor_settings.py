@@ -7,7 +7,7 @@ USED = {
     *("ckpt", "target", "target_revision", "benchmarks", "limit", "max_new_tokens", "enable_thinking", "out"),
     *("device", "dtype", "cpu_threads", "dry_run", "doctor"),
 }
-PROMPTS_OF_EACH = 3
+PROMPTS_OF_EACH = 2
 """Prompts of each benchmark where ``limit`` is unset."""
 NEW_TOKENS = 64
 """Tokens of an answer at most where ``max_new_tokens`` has its default."""
