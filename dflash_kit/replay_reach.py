@@ -16,6 +16,9 @@ from .target_ends import TargetEnds
 from .tree import path_indices, top_log_probs
 from .tree_places import Look, path_places
 
+NO_RANK = 2**31 - 1
+"""Of a true token where the drafter's logits are NaN or infinite: in no tree."""
+
 Method = tuple[str, int]
 """Name and budget: ("chain", B - 1) or ("ddtree", budget)."""
 
@@ -84,6 +87,7 @@ class _TruePaths:
             ids = torch.arange(logits.shape[-1], device=logits.device)
             same = (logits[tied] == true_logits[tied]) & (ids < truths[tied][:, None])
             ranks[tied] += same.sum(-1)
+        ranks[~log_sums.isfinite()] = NO_RANK  # nothing compares with NaN, so the true token would come first
         self.ranks[open_, self.num_looked : upto] = torch.where(truths >= 0, ranks, -1)
         # Sums from the root down in double precision, as the tree builder adds them; a library's scan adds otherwise.
         for step, (own, best) in enumerate(

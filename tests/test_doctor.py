@@ -159,7 +159,7 @@ def test_another_target_is_named_where_no_change_helps(ward: Ward, capsys: pytes
     tensors = load_file(target / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
-            scale = tensor.abs().amax(1, keepdim=True) / 3
+            scale = tensor.abs().amax(1, keepdim=True).clamp(min=1e-9) / 3
             tensors[name] = (tensor / scale).round() * scale
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     shutil.copytree(ward.admit("none"), ckpt)

@@ -160,6 +160,17 @@ def test_summary_over_rows(tiny_target: Path) -> None:
     assert large > small
 
 
+def test_drafts_that_are_no_numbers_are_not_accepted(tiny_target: Path) -> None:
+    """Nothing compares with NaN; neither may that make the true token the likeliest one."""
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=6, response=25, seed=9, eos=False)
+    assert max(replay_row(drafter, ends, row, BUDGETS)["chain", drafter.config.num_draft_tokens][0].num_accepted) > 0
+    with torch.no_grad():
+        drafter.norm.weight[0] = float("nan")
+    for logs in replay_row(drafter, ends, row, BUDGETS).values():
+        assert set(logs[0].num_accepted) == {0}
+
+
 def test_bad_budget_is_refused(tiny_target: Path) -> None:
     drafter, ends = tiny_drafter(tiny_target)
     row = likely_row(drafter, ends, prompt=5, response=6, seed=0, eos=True)
