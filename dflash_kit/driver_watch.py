@@ -21,16 +21,23 @@ def end_with_driver(driver_pid: int, finish: Callable[[], None]) -> None:
     """
     try:
         descriptor = os.pidfd_open(driver_pid)
+    except ProcessLookupError:
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid == driver_pid:  # killed before this worker came so far
+            os._exit(1)
+        return
     except (AttributeError, OSError):
         return
 
     def watch() -> None:
         select.select([descriptor], [], [])
-        finish()
-        engine = multiprocessing.parent_process()
-        if engine is not None and engine.pid not in (None, driver_pid):
-            with suppress(ProcessLookupError):
-                os.kill(engine.pid, signal.SIGTERM)
-        os._exit(1)
+        try:
+            finish()
+        finally:  # nobody is left to be told of an error
+            engine = multiprocessing.parent_process()
+            if engine is not None and engine.pid not in (None, driver_pid):
+                with suppress(ProcessLookupError):
+                    os.kill(engine.pid, signal.SIGTERM)
+            os._exit(1)
 
     threading.Thread(target=watch, name="driver-watch", daemon=True).start()

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from dflash_kit.driver_watch import DRIVER_VARIABLE
 from helpers import REPO
 
@@ -16,11 +18,35 @@ os.environ["{DRIVER_VARIABLE}"] = str(os.getpid())
 subprocess.Popen([sys.executable, "-c", "{WORKER}"])
 time.sleep(60)
 """
+LATE = "while os.getppid() == driver: time.sleep(0.01)"
+FORKING_DRIVER = """
+import multiprocessing, os, time
+from dflash_kit.driver_watch import end_with_driver
+
+def work(driver):
+    {before}
+    end_with_driver(driver, {finish})
+    time.sleep(60)
+
+worker = multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),))
+worker.start()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
 
 
-def test_a_worker_ends_with_a_killed_driver() -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        DRIVER,
+        FORKING_DRIVER.format(before="pass", finish="lambda: 1 / 0"),
+        FORKING_DRIVER.format(before=LATE, finish="lambda: None"),
+    ],
+    ids=["in order", "shards that cannot be finished", "before the worker watches"],
+)
+def test_a_worker_ends_with_a_killed_driver(program: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, env=environment)
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert driver.stdout is not None
     worker = os.pidfd_open(int(driver.stdout.readline()))
     try:
