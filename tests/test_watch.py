@@ -80,6 +80,14 @@ def config_of(training: Training, out: Path, **more: Any) -> EvalConfig:
     return EvalConfig(**({"watch": str(training.out), "out": str(out)} | FAST | more))
 
 
+def until(place: Path) -> None:
+    """Wait until it is there."""
+    deadline_s = time.monotonic() + 30
+    while not place.exists():
+        assert time.monotonic() < deadline_s, f"{place} does not come"
+        time.sleep(0.005)
+
+
 def record(out: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((out / "watch.json").read_text())
     return values
@@ -118,7 +126,7 @@ def test_checkpoints_pruned_during_an_evaluation_are_kept(tmp_path: Path) -> Non
         if step == 10:
             for later in range(20, 70, 10):
                 training.save(later)
-                time.sleep(0.15)
+                until(out / "queue" / step_name(later))
             training.finish(60)
 
     evaluation = Evaluation(train_on)
