@@ -29,8 +29,8 @@ def too_large(error: BaseException, job: Job, machine: Machine, zero_stage: int 
     """
     sharding = next(s for s in SHARDINGS if s.stage == (zero_stage or 0))
     found, data = memory_bytes(job, sharding, machine), job.config.data
-    parts = ("activations", "weights", "gradients", "moments", "ends")
-    sizes = ", ".join(f"{name} {getattr(found, name) / GIB:.2f}" for name in parts)
+    parts = ("activations", "weights", "gradients", "moments", "ends", "average")
+    sizes = ", ".join(f"{name} {getattr(found, name) / GIB:.2f}" for name in parts if getattr(found, name))
     steps = folder.steps()
     saved = f"the state of step {steps[-1]} in {folder.state} is intact" if steps else "no state was saved yet"
     why = " ".join(str(error).split())[:160] or type(error).__name__
