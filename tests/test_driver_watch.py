@@ -18,7 +18,7 @@ os.environ["{DRIVER_VARIABLE}"] = str(os.getpid())
 subprocess.Popen([sys.executable, "-c", "{WORKER}"])
 time.sleep(60)
 """
-LATE = "while os.getppid() == driver: time.sleep(0.01)"
+LATE = 'while os.path.exists(f"/proc/{driver}"): time.sleep(0.01)'
 FORKING_DRIVER = """
 import multiprocessing, os, time
 from dflash_kit.driver_watch import end_with_driver
