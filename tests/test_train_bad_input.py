@@ -24,7 +24,7 @@ from helpers import make_tiny_target
 from train.cli import main
 from train.memory import is_out_of_memory
 from train.report import write_report
-from train.state import RunFolder
+from train.state import RunFolder, _orderly
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +212,15 @@ def test_only_a_lack_of_memory_is_called_that() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_lack_of_memory_while_saving_is_no_full_disk(tmp_path: Path) -> None:
+    def fail(error: Exception) -> None:
+        (tmp_path / "step").mkdir()
+        raise error
+
+    with pytest.raises(torch.OutOfMemoryError):
+        _orderly(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), tmp_path / "step")
+    with pytest.raises(KitError, match="cannot be written: full; free some space"):
+        _orderly(lambda: fail(RuntimeError("full")), tmp_path / "step")
+    assert not (tmp_path / "step").exists()

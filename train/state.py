@@ -295,4 +295,6 @@ def _orderly(action: Callable[[], Any], begun: Path) -> None:
         action()
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
         shutil.rmtree(begun, ignore_errors=True)
+        if isinstance(error, torch.OutOfMemoryError):  # of weights that are gathered to be saved
+            raise
         raise KitError(f"trainer state {begun} cannot be written: {error}; free some space and run again") from error
