@@ -12,7 +12,7 @@ from torch import Tensor
 from decode.drawn_tree import anchor_of, choose_round, drawn_round, tree_html
 from decode.engine import Engine
 from decode.examples import ACCEPTED, BONUS, FIRST, build_examples, examples_html, pieces, spans
-from decode.plots import depth_rates
+from decode.plots import depth_rates, plot_lines
 from decode.results import PromptResult, Response
 from dflash_kit.acceptance import RoundLog
 from dflash_kit.target import load_target, load_tokenizer
@@ -71,6 +71,11 @@ def test_the_page_marks_each_span_and_escapes_it() -> None:
     assert "<b>" not in page
     assert "6 tokens in 2 rounds, τ 2.50" in page
     assert examples_html([]) == ""
+
+
+def test_dollars_in_names_are_no_formulas() -> None:
+    """Matplotlib refuses a page that holds half a formula."""
+    assert plot_lines({"run $^$ of a_b": [(1, 2.0, None)]}, "name", "x $_$", "y").startswith("<svg")
 
 
 def test_depth_rates_are_shares_of_those_that_came_so_far() -> None:
