@@ -164,7 +164,8 @@ def _is_whole(files: list[tuple[str, IO[bytes]]]) -> bool:
     """Whether a configuration and all weights are there, and every weight file is as long as its header says."""
     weights = {name: handle for name, handle in files if name.endswith(".safetensors")}
     parts = [match for match in map(PART.search, weights) if match]
-    if any(len(parts) != int(match[1]) for match in parts):
+    has_index = any(name.endswith(WEIGHTS_SUFFIXES[1]) for name, _ in files)
+    if parts and not (has_index and all(len(parts) == int(match[1]) for match in parts)):
         return False
     return (
         any(name == CONFIG_NAME for name, _ in files) and bool(weights) and all(map(_has_its_length, weights.values()))

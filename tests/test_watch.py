@@ -293,6 +293,8 @@ def test_taking_is_all_or_nothing(tmp_path: Path) -> None:
     (taken / "model.safetensors").rename(taken / "model-00001-of-00002.safetensors")
     assert not take(taken, tmp_path / "gone"), "the second part is still to come"
     shutil.copy(taken / "model-00001-of-00002.safetensors", taken / "model-00002-of-00002.safetensors")
+    assert not take(taken, tmp_path / "gone"), "as is their index"
+    (taken / "model.safetensors.index.json").write_text("{}")
     assert take(taken, tmp_path / "both")
 
 
