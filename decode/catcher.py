@@ -22,6 +22,8 @@ from .training_run import TrainingRun
 
 QUEUED = re.compile(r"step-(\d{8,12})")
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
+PART = re.compile(r"-\d+-of-(\d+)\.safetensors$")
+"""End of the name of one of so many files of split weights."""
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -95,7 +97,13 @@ class Catcher:
             return sorted(self._gone)
 
     def look(self) -> None:
-        """Take whatever is new, now."""
+        """Take whatever is new, now; what stands in the way, ``queued`` raises."""
+        try:
+            self._take_new()
+        except OSError as error:
+            self._error = error
+
+    def _take_new(self) -> None:
         with self._lock:
             there = self.run.checkpoints()
             held = self._done | {int(m[1]) for m in (QUEUED.fullmatch(e.name) for e in self.queue.iterdir()) if m}
@@ -109,12 +117,8 @@ class Catcher:
             }
 
     def _look_on(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self.look()
-            except OSError as error:
-                self._error = error
-                return
+        while self._error is None and not self._stop.is_set():
+            self.look()
             self._stop.wait(self._poll_s)
 
 
@@ -147,7 +151,7 @@ def take(source: Path, place: Path) -> bool:
 
 def _link_or_copy(file: Path, handle: IO[bytes], copy: Path) -> None:
     with contextlib.suppress(OSError):
-        os.link(file, copy)
+        os.link(os.path.realpath(file), copy)  # a link to a link would go with what that points to
         if os.path.samestat(os.stat(copy), os.fstat(handle.fileno())):
             return
     copy.unlink(missing_ok=True)
@@ -157,9 +161,15 @@ def _link_or_copy(file: Path, handle: IO[bytes], copy: Path) -> None:
 
 
 def _is_whole(files: list[tuple[str, IO[bytes]]]) -> bool:
-    """Whether a configuration and weights are there, and every weight file is as long as its header says."""
-    weights = [handle for name, handle in files if name.endswith(".safetensors")]
-    return any(name == CONFIG_NAME for name, _ in files) and bool(weights) and all(map(_has_its_length, weights))
+    """Whether a configuration and all weights are there, and every weight file is as long as its header says."""
+    weights = {name: handle for name, handle in files if name.endswith(".safetensors")}
+    parts = [match for match in map(PART.search, weights) if match]
+    has_index = any(name.endswith(WEIGHTS_SUFFIXES[1]) for name, _ in files)
+    if parts and not (has_index and all(len(parts) == int(match[1]) for match in parts)):
+        return False
+    return (
+        any(name == CONFIG_NAME for name, _ in files) and bool(weights) and all(map(_has_its_length, weights.values()))
+    )
 
 
 def _has_its_length(handle: IO[bytes]) -> bool:

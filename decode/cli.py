@@ -170,7 +170,7 @@ def _publish(config: EvalConfig, report: dict[str, Any]) -> None:
         print(line)
     if config.push_dry_run:
         card = config.out_folder / "model_card.md"
-        card.write_text(publication.card)
+        card.write_text(publication.card, encoding="utf-8")
         print(f"nothing was pushed; the card is {card}")
     else:
         print(f"pushed: {push(publication)}")

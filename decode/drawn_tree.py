@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_kit.acceptance import CHAIN, DDTREE
 from dflash_kit.drafter import Drafter
+from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import build_tree, chain_tree
 
@@ -123,9 +124,16 @@ def _path(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -
 
 
 def write_drawn(folder: Path, drawn: dict[str, Any], result: PromptResult, number: int) -> None:
-    """Keep a drawn round with the results, for the report."""
+    """Keep a drawn round with the results, for the report.
+
+    Raises:
+        KitError: it cannot be written.
+    """
     where = {"benchmark": result.benchmark, "prompt_id": result.prompt_id, "round": number + 1}
-    write_whole(folder / TREE_NAME, json.dumps(where | drawn, indent=1) + "\n")
+    try:
+        write_whole(folder / TREE_NAME, json.dumps(where | drawn, indent=1) + "\n")
+    except OSError as error:
+        raise KitError(f"{folder / TREE_NAME} cannot be written: {error}; mend that and run again") from error
 
 
 def read_drawn(folder: Path) -> dict[str, Any] | None:

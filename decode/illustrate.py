@@ -33,6 +33,9 @@ def illustrations(
         shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
         wanted = {result.prompt_id for result in results[:1]}
         rows = {row.id: row for row in _first_rows(shards, wanted)}
+        results = [
+            result for result in results if result.prompt_id in rows
+        ]  # a spool's trainer deletes what it has used
     else:
         for name in config.benchmark_names:
             label = benchmark_label(name)
@@ -92,7 +95,9 @@ def draw_replayed(
     if chosen is None:
         return
     result, response, number = chosen
-    row = next(iter(_first_rows(shards, {result.prompt_id})))
+    row = next(iter(_first_rows(shards, {result.prompt_id})), None)
+    if row is None:  # gone since it was replayed
+        return
     tokens, first = _said(row, response)
     anchor, accepted = first + anchor_of(response, number), response.log.num_accepted[number]
     tokenizer = load_tokenizer(inputs.target, config.target_revision)

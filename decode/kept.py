@@ -1,5 +1,6 @@
 """Models that several evaluations of one command share: a target is loaded once for all checkpoints that belong to it."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,10 +27,12 @@ def keeping() -> Iterator[None]:
 def kept(load: Callable[..., T], name: str, **arguments: Any) -> T:
     """``load(name, **arguments)``, or what the last such call gave; outside of ``keeping`` always anew.
 
-    One result is held for each function, so that two targets never lie in memory for longer than they must.
+    One result is held for each function, so that two targets never lie in memory for longer than they must. The engine of the
+    evaluation before is let go of first: its caches and layers refer to each other, and would stay until Python looks for such.
     """
     if not _depth:
         return load(name, **arguments)
+    gc.collect()
     key = (name, *sorted(arguments.items()))
     held = _kept.get(load)
     if held is None or held[0] != key:

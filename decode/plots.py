@@ -185,7 +185,8 @@ def svg(draw: Callable[[Any], None], name: str, *, size: tuple[float, float] = S
     look: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK)
     look |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), FRAME)
     # The salt keeps the ids of several plots on one page apart, and a plot the same from run to run.
-    look |= {"svg.hashsalt": name, "svg.fonttype": "path"}
+    # Names of folders and benchmarks may hold dollars, which are no formulas.
+    look |= {"svg.hashsalt": name, "svg.fonttype": "path", "text.parse_math": False}
     with matplotlib.rc_context({**look, "font.size": 9, "axes.linewidth": 0.8, "lines.linewidth": 1.8}):
         plot = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(plot)

@@ -110,7 +110,7 @@ class EvalConfig:
     dry_run: bool = False
     """Check everything, say what would be done, and write nothing."""
     doctor: bool = False
-    """Find out why acceptance is bad: replay the chain on a few answers of the target (3 prompts of each benchmark and 64 tokens
+    """Find out why acceptance is bad: replay the chain on a few answers of the target (2 prompts of each benchmark and 64 tokens
     unless limit and max_new_tokens say otherwise) under each likely fault, and say which one explains it. Status 0: healthy; 1: a
     cause was found, or acceptance is bad without one. The report, doctor.json, goes to CKPT-doctor unless out is given."""
 

@@ -202,11 +202,14 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
     Raises:
         KitError: it does not start; vLLM has logged the reason.
     """
+    num_ranks = setup.engine_args.get("tensor_parallel_size", 1)
+    if type(num_ranks) is not int or num_ranks < 1:
+        raise KitError(f"engine_args.tensor_parallel_size is {num_ranks!r}; a whole number from 1 on is needed")
     if setup.num_cores is not None:
         cores = sorted(os.sched_getaffinity(0))[: setup.num_cores]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ[DRIVER_VARIABLE] = str(os.getpid())
-    prepare_environment(int(setup.engine_args.get("tensor_parallel_size", 1)))
+    prepare_environment(num_ranks)
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -230,9 +233,10 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
     shown = {} if "use_tqdm_on_load" in setup.engine_args else {"use_tqdm_on_load": False}
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**own, **shown, **setup.engine_args))
+        is_mended = name == CHAIN and any(ask(engine, "norm_each_layer"))
     except (RuntimeError, ValueError, OSError) as error:  # what is not implemented is a RuntimeError
         raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
-    if name == CHAIN and any(ask(engine, "norm_each_layer")):
+    if is_mended:
         print(MENDED, flush=True)
     return VllmEngine(engine, name, eos_token_ids=setup.eos_token_ids, max_context=setup.max_context, earlier=earlier)
 

@@ -33,6 +33,8 @@ MAX_BUDGET = 4096
 CUT_REASONS = ("eos", "length")
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
+BOOTSTRAP_PICKS_AT_ONCE = 1 << 22
+"""Rows that are drawn at a time, some 40 bytes each: replays may have hundreds of thousands of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,8 +239,10 @@ def _prompt_sums(logs: Iterable[RoundLog]) -> dict[str, list[float]]:
 
 def _resampled_sums(table: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Column sums of bootstrap samples of the rows (prompts), one a row."""
-    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(len(table), size=(BOOTSTRAP_RESAMPLES, len(table)))
-    return np.asarray(table[picks].sum(axis=1))
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    at_once = max(1, BOOTSTRAP_PICKS_AT_ONCE // len(table))
+    sizes = [min(at_once, BOOTSTRAP_RESAMPLES - start) for start in range(0, BOOTSTRAP_RESAMPLES, at_once)]
+    return np.concatenate([table[generator.integers(len(table), size=(n, len(table)))].sum(axis=1) for n in sizes])
 
 
 def _percentiles(values: "np.ndarray[Any, Any]", share: float = 0.95) -> tuple[float, float]:

@@ -82,6 +82,13 @@ def test_confidence_interval_covers_and_shrinks() -> None:
     assert widths[80] < 0.6 * widths[20]
 
 
+def test_intervals_do_not_depend_on_how_many_rows_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = [RoundLog(prompt_id=str(i), num_accepted=(i % 5, i * i % 7, 0)) for i in range(23)]
+    whole = summarise(logs, 7)
+    monkeypatch.setattr("dflash_kit.acceptance.BOOTSTRAP_PICKS_AT_ONCE", 100)
+    assert summarise(logs, 7) == whole
+
+
 def test_turns_of_one_prompt_are_resampled_together() -> None:
     one_prompt = [RoundLog(prompt_id="a", num_accepted=(1, 2)), RoundLog(prompt_id="a", num_accepted=(3,))]
     result = summarise(one_prompt, 3)

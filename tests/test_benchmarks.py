@@ -96,7 +96,7 @@ def test_a_report_is_printed_when_the_time_is_over(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(measuring, "_kill_children", lambda: None)
-    report = measuring.Report(0.5, None, benchmark="x")
+    report = measuring.Report(0.5, None, benchmark="x")  # long enough for what is added next on a busy machine
     report.add(portable=3.5)
     report.at("fused: budget 64")
     for _ in range(1000):

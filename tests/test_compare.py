@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from drafting import tiny_drafter
 from test_eval_cli import evaluate, made, read_report  # noqa: F401  (made is a fixture)
 
 import decode.engines
+from decode.cache import PathCache
 from decode.checkpoints import NamedCheckpoint, find_checkpoints, unique_names
 from decode.compare import Evaluated, build_comparison
+from decode.kept import keeping, kept
 from dflash_kit.acceptance import RoundLog, paired_difference, summarise
 from dflash_kit.errors import KitError
 
@@ -171,3 +174,12 @@ def test_paired_differences_against_a_plain_bootstrap() -> None:
     one = paired_difference(ours[:1], theirs[:1])
     assert one is not None
     assert one.difference_ci95 is None
+
+
+def test_memory_of_the_evaluation_before_is_freed() -> None:
+    """Caches and their layers refer to each other, which counting references does not free."""
+    with keeping():
+        assert kept(str, "target") == "target"
+        gone = weakref.ref(PathCache(1, 8))
+        assert kept(str, "target") == "target"
+        assert gone() is None

@@ -3,6 +3,8 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor
 from decode.drawn_tree import anchor_of, choose_round, drawn_round, tree_html
 from decode.engine import Engine
 from decode.examples import ACCEPTED, BONUS, FIRST, build_examples, examples_html, pieces, spans
-from decode.plots import depth_rates
+from decode.illustrate import draw_replayed, illustrations
+from decode.plots import depth_rates, plot_lines
 from decode.results import PromptResult, Response
+from decode.settings import EvalConfig
 from dflash_kit.acceptance import RoundLog
 from dflash_kit.target import load_target, load_tokenizer
 from dflash_kit.tree import Tree, build_tree
@@ -71,6 +75,23 @@ def test_the_page_marks_each_span_and_escapes_it() -> None:
     assert "<b>" not in page
     assert "6 tokens in 2 rounds, τ 2.50" in page
     assert examples_html([]) == ""
+
+
+def test_dollars_in_names_are_no_formulas() -> None:
+    """Matplotlib refuses a page that holds half a formula."""
+    assert plot_lines({"run $^$ of a_b": [(1, 2.0, None)]}, "name", "x $_$", "y").startswith("<svg")
+
+
+def test_a_row_that_is_gone_since_its_replay_costs_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spool's trainer deletes what it has used."""
+    response = Response(turn=0, method=("chain", 7), log=RoundLog(num_accepted=(3, 0)))
+    result = PromptResult(benchmark="b", prompt_id="gone", responses=(response,), differing_tokens={})
+    config: Any = EvalConfig(ckpt="c", replay="s", out=str(tmp_path))
+    nothing: Any = SimpleNamespace(target=None, spec=None, drafter_config=None)
+    monkeypatch.setattr("decode.illustrate.load_tokenizer", lambda *_: None)
+    monkeypatch.setattr("decode.illustrate.open_matching_shards", lambda *_: [])
+    draw_replayed(config, nothing, nothing, nothing, [], [result])  # type: ignore[arg-type]
+    assert illustrations(config, nothing, [result], {"results": []}) == {"examples": [], "tree": None}
 
 
 def test_depth_rates_are_shares_of_those_that_came_so_far() -> None:

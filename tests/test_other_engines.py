@@ -19,12 +19,12 @@ from decode.inputs import read_inputs
 from decode.other_engines import longest_context
 from decode.results import PromptResult
 from decode.settings import EvalConfig
-from decode.vllm_engine import reason_against_vllm
+from decode.vllm_engine import VllmSetup, reason_against_vllm, start_vllm
 from decode.vllm_rounds import Counters, read_rounds
 from dflash_kit.acceptance import RoundLog
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.drafter import Drafter
-from dflash_kit.errors import run_cli
+from dflash_kit.errors import KitError, run_cli
 from dflash_kit.hf_assistant import DFlashAssistant
 from dflash_kit.publish import model_card
 from dflash_kit.target import load_target, load_tokenizer
@@ -174,6 +174,21 @@ def test_causal_flags_that_vllm_cannot_read_are_refused(made: Path) -> None:
         odd = replace(config, layer_causal=causal)
         reason = reason_against_vllm(odd, on_cpu=False)
         assert (reason is None) == (len(set(causal)) == 1), (kinds, causal)
+
+
+def test_a_number_of_ranks_that_is_none_is_one_line() -> None:
+    shape: dict[str, Any] = {"num_draft_tokens": 7, "eos_token_ids": (), "dtype": "float32"}
+    for value in ("abc", 0):
+        setup = VllmSetup(
+            target="t",
+            ckpt="c",
+            max_context=9,
+            max_positions=9,
+            engine_args={"tensor_parallel_size": value},
+            **shape,
+        )
+        with pytest.raises(KitError, match="tensor_parallel_size is .*; a whole number from 1 on is needed"):
+            start_vllm(setup, "ar")
 
 
 def test_rounds_read_from_vllms_steps_are_those_of_the_walk() -> None:

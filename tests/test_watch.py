@@ -80,11 +80,10 @@ def config_of(training: Training, out: Path, **more: Any) -> EvalConfig:
     return EvalConfig(**({"watch": str(training.out), "out": str(out)} | FAST | more))
 
 
-def until(place: Path) -> None:
-    """Wait until it is there."""
-    deadline_s = time.monotonic() + 30
-    while not place.exists():
-        assert time.monotonic() < deadline_s, f"{place} does not come"
+def until(is_so: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Wait for another thread, however slow the machine is."""
+    end_s = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < end_s:
         time.sleep(0.005)
 
 
@@ -126,7 +125,7 @@ def test_checkpoints_pruned_during_an_evaluation_are_kept(tmp_path: Path) -> Non
         if step == 10:
             for later in range(20, 70, 10):
                 training.save(later)
-                until(out / "queue" / step_name(later))
+                until(lambda later=later: (out / "queue" / step_name(later)).is_dir())
             training.finish(60)
 
     evaluation = Evaluation(train_on)
@@ -290,6 +289,34 @@ def test_taking_is_all_or_nothing(tmp_path: Path) -> None:
         assert not take(broken, tmp_path / "gone")
         shutil.rmtree(broken)
     assert not list(tmp_path.glob("gone*"))
+    taken = tmp_path / "taken"
+    (taken / "model.safetensors").rename(taken / "model-00001-of-00002.safetensors")
+    assert not take(taken, tmp_path / "gone"), "the second part is still to come"
+    shutil.copy(taken / "model-00001-of-00002.safetensors", taken / "model-00002-of-00002.safetensors")
+    assert not take(taken, tmp_path / "gone"), "as is their index"
+    (taken / "model.safetensors.index.json").write_text("{}")
+    assert take(taken, tmp_path / "both")
+
+
+def test_what_a_link_points_to_is_taken(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "step-1", {"a": 1}, {"weight": torch.zeros(64)}, {})
+    theirs = (source / "model.safetensors").rename(tmp_path / "blob")
+    (source / "model.safetensors").symlink_to(theirs)
+    assert take(source, tmp_path / "taken")
+    theirs.unlink()
+    assert load_file(tmp_path / "taken" / "model.safetensors")["weight"].shape == (64,)
+
+
+def test_a_queue_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, out = Training(tmp_path / "run"), tmp_path / "out"
+    training.save(10)
+
+    def full(*_: Any) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("decode.catcher.take", full)
+    with pytest.raises(KitError, match="cannot be kept in .*No space left on device.*mend that and run again"):
+        watch_run(config_of(training, out), Evaluation())
 
 
 def test_taking_copies_where_links_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
