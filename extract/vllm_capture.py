@@ -178,7 +178,7 @@ class _Run:
         progressed_s = time.monotonic()
         while self._in_flight:
             progress = self._report()
-            if progress.num_rows or progress.is_waiting:
+            if progress.num_rows or progress.num_failed or progress.is_waiting:
                 progressed_s = time.monotonic()
                 yield progress
                 time.sleep(POLL_S if progress.is_waiting else 0)
