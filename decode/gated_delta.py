@@ -61,10 +61,7 @@ def delta_rule_on_paths(
     def commit(node: int) -> Tensor:
         if node < 0:
             return state.clone()
-        leaf, compute = summed[node], updates.dtype
-        weight = (leaf - summed).masked_fill(~on_path[node, :, None], float("-inf")).to(compute).exp()  # (N, H)
-        written = torch.einsum("nhk,nhv->hkv", weight[..., None] * k.to(compute), updates)
-        return (leaf.exp().to(compute)[:, None, None] * state.to(compute) + written).to(state.dtype)
+        return _state_behind(k, updates, summed, state, summed[node], on_path[node])
 
     return outputs.to(v.dtype), commit
 
@@ -106,9 +103,15 @@ def states_after(k: Tensor, updates: Tensor, summed: Tensor, state: Tensor, on_p
         leaves: (A,) the last node that is committed, in each tree.
     """
     trees = torch.arange(len(leaves), device=leaves.device)
-    leaf = summed[trees, leaves][:, None]  # (A, 1, H)
-    is_kept = on_path[trees, leaves][..., None]  # (A, N, 1)
-    weight = (leaf - summed).masked_fill(~is_kept, float("-inf")).to(updates.dtype).exp()
-    written = torch.einsum("anhk,anhv->ahkv", weight[..., None] * k.to(updates.dtype), updates)
-    shrink = leaf[:, 0].to(updates.dtype).exp()[..., None, None]
-    return (shrink * state.to(updates.dtype) + written).to(state.dtype)
+    return _state_behind(k, updates, summed, state, summed[trees, leaves], on_path[trees, leaves])
+
+
+def _state_behind(k: Tensor, updates: Tensor, summed: Tensor, state: Tensor, leaf: Tensor, is_kept: Tensor) -> Tensor:
+    """State (H, Dk, Dv) behind a node with summed decays ``leaf`` (H,) whose path is ``is_kept`` (N,) bool.
+
+    Everything may have leading dimensions, one tree for each of them.
+    """
+    compute = updates.dtype
+    weight = (leaf.unsqueeze(-2) - summed).masked_fill(~is_kept[..., None], float("-inf")).to(compute).exp()  # (N, H)
+    written = torch.einsum("...nhk,...nhv->...hkv", weight[..., None] * k.to(compute), updates)
+    return (leaf.exp().to(compute)[..., None, None] * state.to(compute) + written).to(state.dtype)
