@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from hybrid_shapes import DEPTH, make_tree
+from hybrid_shapes import make_tree
 from measuring import attempt, graph_ms
 
 from decode import delta_ops
@@ -47,7 +47,7 @@ def try_configs(target: HybridTarget, budget: int, goes_on: Callable[[], bool]) 
 
     def timed_alone(config: Any = None) -> dict[str, Any]:
         def work() -> None:
-            tree_delta(rows, 0, state, step.tree.mask, DEPTH, shape, config)
+            tree_delta(rows, 0, state, step.tree.mask, shape, config)
 
         rows.updates.fill_(float("nan"))
         work()

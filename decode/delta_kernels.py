@@ -84,17 +84,17 @@ def _products(
     return by_key, by_query
 
 
-@triton.jit(do_not_specialize=["num_rows", "mask_stride", "num_steps"])
+@triton.jit(do_not_specialize=["num_rows", "mask_stride"])
 def tree_delta_kernel(
     q, k, v, g, beta, state, mask, out, updates, summed,
-    num_rows, mask_stride, num_steps,
+    num_rows, mask_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The delta rule of one head over a tree, tiles of ROWS rows after one another; see ``gated_delta``.
 
     Grid: value heads, blocks of BLOCK_V value columns. Within a tile the system is solved level by level: a row is final
-    one step after its ancestors, so ``num_steps`` = longest path - 1 steps repeat forward substitution exactly.
+    one step after its ancestors, so as many steps as a row has ancestors in its tile repeat forward substitution exactly.
     ``updates`` (R, H, Dv) and ``summed`` (R, H) are results and what later tiles read of earlier ones. Keys are read in
     pieces of CHUNK, since whole ones do not fit in registers.
     """
@@ -151,7 +151,7 @@ def tree_delta_kernel(
         system = tl.where(local[:, None] == local[None, :], 0.0, write[:, None] * decay * by_key)
         looked = decay * by_query
         solved = right
-        for _ in range(num_steps):
+        for _ in range(tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0) - 1):
             solved = right - tl.dot(system, solved, input_precision=PRECISION)
         result += tl.dot(looked, solved, input_precision=PRECISION)
         tl.store(updates + at_value, solved, mask=used[:, None] & in_value)

@@ -119,7 +119,7 @@ def delta_inputs(
 
 
 def tree_delta(
-    rows: DeltaRows, layer: int, state: Tensor, mask: Tensor, num_steps: int, shape: DeltaShape,
+    rows: DeltaRows, layer: int, state: Tensor, mask: Tensor, shape: DeltaShape,
     config: tuple[int, int, int, str] | None = None,
 ) -> None:  # fmt: skip
     """The delta rule over the tree: fills ``out``, ``updates[layer]`` and ``summed[layer]``; ``state`` is only read.
@@ -127,7 +127,6 @@ def tree_delta(
     Args:
         state: (H, Dk, Dv) float32.
         mask: (R, words) int64 ancestor bits, see ``pack_mask``.
-        num_steps: longest path of the tree in rows, less one.
         config: rows a tile, value columns a program, warps, precision; None chooses.
     """
     count = rows.v.shape[0]
@@ -147,7 +146,7 @@ def tree_delta(
     kernel: Any = tree_delta_kernel
     kernel[(shape.heads, -(-shape.value // block))](
         rows.q, rows.k[layer], rows.v, rows.g, rows.beta, state, mask, rows.out, rows.updates[layer],
-        rows.summed[layer], count, mask.stride(0), min(num_steps, tile - 1), KEY_HEADS=shape.key_heads,
+        rows.summed[layer], count, mask.stride(0), KEY_HEADS=shape.key_heads,
         HEADS=shape.heads, KEY=shape.key, VALUE=shape.value, CHUNK=min(KEY_CHUNK, _power_of_two(shape.key)), BLOCK_V=block, ROWS=tile,
         PRECISION=precision, num_warps=warps, num_stages=1,
     )  # fmt: skip

@@ -129,7 +129,7 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
         kept, kept_windows = states.clone(), windows.clone()
         for layer in range(2):
             delta_inputs(rows, layer, window, columns, conv, a_log, dt_bias, SHAPE)
-            tree_delta(rows, layer, states[layer], mask, 15, SHAPE)
+            tree_delta(rows, layer, states[layer], mask, SHAPE)
         gate = rows.mixed[0][:, SHAPE.channels : SHAPE.channels + SHAPE.heads * SHAPE.value]
         normed = gated_norm(rows.out, gate, gain, 1e-6, torch.empty_like(rows.out))
         commit_states(kept, kept_windows, rows, path, accepted, SHAPE)
