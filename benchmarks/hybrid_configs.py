@@ -21,7 +21,7 @@ from dflash_kit.tree import ancestor_mask
 FEW_ROWS: list[Config] = [(16, 32, 4, PRECISION, 32, 2), (16, 32, 4, PRECISION, 32, 1), (16, 64, 4, PRECISION, 32, 1)]
 MANY_ROWS: list[Config] = [
     (32, 32, 4, PRECISION, 16, 3), (64, 64, 8, PRECISION, 32, 2), (32, 64, 8, PRECISION, 32, 3),
-    (32, 32, 4, PRECISION, 32, 2), (16, 32, 4, PRECISION, 32, 2), (64, 32, 8, PRECISION, 32, 1),
+    (32, 32, 4, PRECISION, 32, 2), (16, 32, 4, PRECISION, 32, 2), (64, 32, 8, PRECISION, 32, 2),
 ]  # fmt: skip
 """By whether a pass has more than 16 rows; the likeliest first, each compiles in one to two seconds."""
 MAX_ERROR = 1e-4

@@ -149,11 +149,12 @@ def tree_delta_kernel(
         tl.debug_barrier()  # what was summed, read along the other axis
         behind = tl.load(summed + row * HEADS + head, mask=used, other=0.0)
         seen = _seen(mask, row, used, mask_stride, tile * ROWS, row)
+        num_steps = tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0) - 1
         decay = tl.where(seen, tl.exp(tl.minimum(total[:, None] - behind[None, :], 0.0)), 0.0)
         system = tl.where(local[:, None] == local[None, :], 0.0, write[:, None] * decay * by_key)
         looked = decay * by_query
         solved = right
-        for _ in range(tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0) - 1):
+        for _ in range(num_steps):
             solved = right - tl.dot(system, solved, input_precision=PRECISION)
         result += tl.dot(looked, solved, input_precision=PRECISION)
         tl.store(updates + at_value, solved, mask=used[:, None] & in_value)
