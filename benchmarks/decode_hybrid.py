@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hybrid_configs import best_config, try_configs, using  # noqa: E402
 from hybrid_shapes import SHAPES, floor_ms, linear_shape, make_model, make_tree, memory_table  # noqa: E402
 from hybrid_state_per_node import time_state_per_node  # noqa: E402
 from measuring import ON_GPU, Report, allocated, attempt, eager_ms, graph_ms, mib, now_s  # noqa: E402
+from prompt_kernels import reads_prompts, use_choices  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from decode import hybrid_target  # noqa: E402, F401
@@ -45,7 +47,7 @@ from dflash_kit.tree import ancestor_mask  # noqa: E402
 NUM_TAPS = 5
 FALL_BACK = "9b"
 SEARCH_S = 45.0
-"""Time that a search over configurations must have left: each compiles a kernel."""
+"""Time that a search over configurations must leave to what comes behind it."""
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -58,16 +60,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--search", action=argparse.BooleanOptionalAction, default=True, help="try kernel configurations"
     )
+    parser.add_argument(
+        "--tune_prompts",
+        action="store_true",
+        help="let flash-linear-attention try 59 configurations at the first prompt",
+    )
     parser.add_argument("--limit_s", type=float, default=540.0, help="seconds for the whole; 0: no limit")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     budgets = [int(part) for part in options.budgets.split(",")]
+    if not options.tune_prompts:
+        use_choices(Path(tempfile.gettempdir()) / "dflash-prompt-kernels")
     report = Report(
         options.limit_s, options.out, benchmark="decode_hybrid", date=time.strftime("%Y-%m-%d"), context=options.context,
         batch=1, weights="random", device=torch.cuda.get_device_name() if ON_GPU else "cpu", versions=package_versions(),
-        flash_linear_attention=has_fla(), commit=git_commit(), memory_mib=memory_table(budgets),
+        flash_linear_attention=ON_GPU and reads_prompts(), tuned_prompts=options.tune_prompts, commit=git_commit(), memory_mib=memory_table(budgets),
     )  # fmt: skip
     rates = attempt(ceilings) if ON_GPU else None
     if ON_GPU:
@@ -174,12 +183,12 @@ def measure_fused(
 def search(
     target: HybridTarget, budgets: list[int], passes: dict[str, Any], options: argparse.Namespace, report: Report
 ) -> None:
-    """Time passes again with the fastest configuration that was found."""
-    for budget in budgets:
+    """Time passes again with the fastest configuration that was found, the budgets around 64 first."""
+    for budget in sorted(budgets, key=lambda budget: abs(budget - 64)):
         report.at(f"configurations: budget {budget}")
-        if report.left_s < SEARCH_S + 60:
+        if report.left_s < SEARCH_S:
             return
-        tried = attempt(lambda budget=budget: try_configs(target, budget, lambda: report.left_s > SEARCH_S + 60))  # type: ignore[misc]
+        tried = attempt(lambda budget=budget: try_configs(target, budget, lambda: report.left_s > SEARCH_S))  # type: ignore[misc]
         report.add(**{f"configs_{budget}": tried})
         config = best_config(tried)
         if config is not None:
@@ -261,13 +270,6 @@ def relative_error(target: HybridTarget, model: Any, prompt: Tensor) -> dict[str
         "of_the_path": float((ours - plain).norm() / plain.norm()),
         "same_choice": float((ours.argmax(-1) == plain.argmax(-1)).float().mean()),
     }
-
-
-def has_fla() -> bool:
-    """Whether prompts are read by flash-linear-attention."""
-    import importlib.util
-
-    return importlib.util.find_spec("fla") is not None
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ the shuffled order of the protocol, benchmark by benchmark, so that any part of 
 ``ceiling`` is the oracle's part, see ``drafter_ceiling``. It reads the last hidden states, which are bfloat16: at temperature 0,
 ``top_1_agreement`` says how often rounding alone moves the target's likeliest token.
 
-On a GPU: --device cuda (drafting in bfloat16), and --extract "--dtype bfloat16 --storage bfloat16" for bfloat16 answers.
+On a GPU: --device cuda (drafting in bfloat16), and --extract "--dtype bfloat16 --storage bfloat16" for bfloat16 answers;
+without vLLM add --engine transformers there.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Figures:
         for turn in range(self.options.turns):
             asked: dict[Key, list[Message]] = {}
             for name, prompts in self.prompts.items():
-                for prompt in prompts:
+                for prompt in prompts[: self.options.max_prompts]:
                     if turn < len(prompt.turns):
                         before = said.get((name, prompt.id), [])
                         asked[name, prompt.id, turn] = [*before, {"role": "user", "content": prompt.turns[turn]}]
@@ -143,14 +144,15 @@ class Figures:
 
     def extract(self, temperature: float, turn: int, conversations: list[list[Message]]) -> Shards:
         """Let the target answer; finished shards are found again."""
-        name = f"t{temperature:g}-turn-{turn + 1}"
+        limit = self.options.max_prompts
+        name = f"t{temperature:g}-turn-{turn + 1}" + (f"-first-{limit}" if limit else "")
         prompts, shards = self.options.work / f"{name}.jsonl", self.options.work / f"shards-{name}"
         prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
         if not (shards / "manifest.jsonl").exists() or '"summary"' not in (shards / "manifest.jsonl").read_text():
             words = f"--model {self.options.target} --prompts {prompts} --out {shards} --last_hidden true"
             words += f" --sampling.temperature {temperature:g} --sampling.max_new_tokens {self.options.max_new_tokens}"
             layers = json.dumps(list(self.drafter.config.target_layer_ids), separators=(",", ":"))
-            if temperature > 0 and self.options.device == "cpu":
+            if temperature > 0 and self.options.device == "cpu" and "transformers" not in self.options.extract:
                 # vLLM 0.32 cannot take back a seeded CPU sample, which it does when it prefills a prompt in pieces.
                 longest = self.spec.max_position_embeddings
                 words += f" --max_num_batched_tokens {longest} --engine_args.enable_chunked_prefill false"

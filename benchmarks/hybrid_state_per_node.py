@@ -38,7 +38,7 @@ def time_state_per_node(target: HybridTarget, step: HybridPass, tree: Tree, repe
 def walking_nodes(states: Tensor, parents: Tensor) -> Iterator[None]:
     """Context in which hybrid targets walk the nodes; ``states`` (L, N, H, Dk, Dv) takes the state after each."""
 
-    def per_node(delta: DeltaRows, layer: int, state: Tensor, _mask: Tensor, _steps: int, shape: DeltaShape) -> None:
+    def per_node(delta: DeltaRows, layer: int, state: Tensor, _mask: Tensor, shape: DeltaShape) -> None:
         state_per_node(delta, layer, state, states[layer], parents, shape)
 
     original = hybrid_target.tree_delta

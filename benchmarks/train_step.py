@@ -59,6 +59,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+MIN_STEPS = 15
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
@@ -71,6 +74,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", default=None, help="folder for target and shards; default: a temporary one")
     args = parser.parse_args()
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps {args.steps}: at least {MIN_STEPS}, since the first ten compile and warm up")
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         print(json.dumps(measure(args, Path(folder))))
 

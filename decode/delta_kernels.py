@@ -67,11 +67,11 @@ def _seen(mask, row, used, mask_stride, first, column):
 @triton.jit
 def _products(
     q, k, row, column, num_rows, key_head, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys and queries of a tile of rows times the keys of a tile of columns, both (ROWS, ROWS)."""
     by_key, by_query = tl.zeros((ROWS, ROWS), tl.float32), tl.zeros((ROWS, ROWS), tl.float32)
-    for begin in range(0, KEY, CHUNK):
+    for begin in tl.range(0, KEY, CHUNK, num_stages=STAGES):
         key = begin + tl.arange(0, CHUNK)
         at = (row * KEY_HEADS + key_head)[:, None] * KEY + key[None, :]
         inside = (row < num_rows)[:, None] & (key < KEY)[None, :]
@@ -84,17 +84,17 @@ def _products(
     return by_key, by_query
 
 
-@triton.jit(do_not_specialize=["num_rows", "mask_stride", "num_steps"])
+@triton.jit(do_not_specialize=["num_rows", "mask_stride"])
 def tree_delta_kernel(
     q, k, v, g, beta, state, mask, out, updates, summed,
-    num_rows, mask_stride, num_steps,
+    num_rows, mask_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The delta rule of one head over a tree, tiles of ROWS rows after one another; see ``gated_delta``.
 
     Grid: value heads, blocks of BLOCK_V value columns. Within a tile the system is solved level by level: a row is final
-    one step after its ancestors, so ``num_steps`` = longest path - 1 steps repeat forward substitution exactly.
+    one step after its ancestors, so as many steps as a row has ancestors in its tile repeat forward substitution exactly.
     ``updates`` (R, H, Dv) and ``summed`` (R, H) are results and what later tiles read of earlier ones. Keys are read in
     pieces of CHUNK, since whole ones do not fit in registers.
     """
@@ -117,7 +117,7 @@ def tree_delta_kernel(
         tl.store(summed + row * HEADS + head, total, mask=used)
         right = tl.zeros((ROWS, BLOCK_V), tl.float32)
         result = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        for begin in range(0, KEY, CHUNK):
+        for begin in tl.range(0, KEY, CHUNK, num_stages=STAGES):
             key = begin + tl.arange(0, CHUNK)
             at = (row * KEY_HEADS + key_head)[:, None] * KEY + key[None, :]
             inside = used[:, None] & (key < KEY)[None, :]
@@ -134,7 +134,9 @@ def tree_delta_kernel(
         result *= shrink
         for other in range(tile):
             column = other * ROWS + local
-            by_key, by_query = _products(q, k, row, column, num_rows, key_head, KEY_HEADS, KEY, CHUNK, ROWS, PRECISION)
+            by_key, by_query = _products(
+                q, k, row, column, num_rows, key_head, KEY_HEADS, KEY, CHUNK, ROWS, PRECISION, STAGES
+            )
             behind = tl.load(summed + column * HEADS + head)
             seen = _seen(mask, row, used, mask_stride, other * ROWS, column)
             decay = tl.where(seen, tl.exp(tl.minimum(total[:, None] - behind[None, :], 0.0)), 0.0)
@@ -143,10 +145,11 @@ def tree_delta_kernel(
             )
             right -= tl.dot(write[:, None] * decay * by_key, known, input_precision=PRECISION)
             result += tl.dot(decay * by_query, known, input_precision=PRECISION)
-        by_key, by_query = _products(q, k, row, row, num_rows, key_head, KEY_HEADS, KEY, CHUNK, ROWS, PRECISION)
+        by_key, by_query = _products(q, k, row, row, num_rows, key_head, KEY_HEADS, KEY, CHUNK, ROWS, PRECISION, STAGES)
         tl.debug_barrier()  # what was summed, read along the other axis
         behind = tl.load(summed + row * HEADS + head, mask=used, other=0.0)
         seen = _seen(mask, row, used, mask_stride, tile * ROWS, row)
+        num_steps = tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0) - 1
         decay = tl.where(seen, tl.exp(tl.minimum(total[:, None] - behind[None, :], 0.0)), 0.0)
         system = tl.where(local[:, None] == local[None, :], 0.0, write[:, None] * decay * by_key)
         looked = decay * by_query

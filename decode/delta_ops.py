@@ -16,9 +16,10 @@ from .gated_delta import solve_on_paths
 
 NORM_EPS = 1e-6
 """Of the query and key norms, as in the models' kernels."""
-KEY_CHUNK = 32
 PRECISION = "tf32x3"
 """Of the products inside the delta rule: three tf32 products each, close to float32."""
+Config = tuple[int, int, int, str, int, int]
+"""Of the delta rule's kernel: rows a tile, value columns a program, warps, precision, key columns a step, stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,15 @@ def delta_inputs(
 
 
 def tree_delta(
-    rows: DeltaRows, layer: int, state: Tensor, mask: Tensor, num_steps: int, shape: DeltaShape,
-    config: tuple[int, int, int, str] | None = None,
+    rows: DeltaRows, layer: int, state: Tensor, mask: Tensor, shape: DeltaShape,
+    config: Config | None = None,
 ) -> None:  # fmt: skip
     """The delta rule over the tree: fills ``out``, ``updates[layer]`` and ``summed[layer]``; ``state`` is only read.
 
     Args:
         state: (H, Dk, Dv) float32.
         mask: (R, words) int64 ancestor bits, see ``pack_mask``.
-        num_steps: longest path of the tree in rows, less one.
-        config: rows a tile, value columns a program, warps, precision; None chooses.
+        config: None chooses, see ``delta_config``.
     """
     count = rows.v.shape[0]
     chosen = config or delta_config(count, shape)
@@ -143,21 +143,27 @@ def tree_delta(
         return
     from .delta_kernels import tree_delta_kernel
 
-    tile, block, warps, precision = chosen
+    tile, block, warps, precision, chunk, stages = chosen
     kernel: Any = tree_delta_kernel
     kernel[(shape.heads, -(-shape.value // block))](
         rows.q, rows.k[layer], rows.v, rows.g, rows.beta, state, mask, rows.out, rows.updates[layer],
-        rows.summed[layer], count, mask.stride(0), min(num_steps, tile - 1), KEY_HEADS=shape.key_heads,
-        HEADS=shape.heads, KEY=shape.key, VALUE=shape.value, CHUNK=min(KEY_CHUNK, _power_of_two(shape.key)), BLOCK_V=block, ROWS=tile,
-        PRECISION=precision, num_warps=warps, num_stages=1,
+        rows.summed[layer], count, mask.stride(0), KEY_HEADS=shape.key_heads, HEADS=shape.heads, KEY=shape.key,
+        VALUE=shape.value, CHUNK=min(chunk, _power_of_two(shape.key)), BLOCK_V=block, ROWS=tile, PRECISION=precision,
+        STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 
-def delta_config(num_rows: int, shape: DeltaShape) -> tuple[int, int, int, str] | None:
-    """Rows a tile, value columns a program, warps, precision of the products; None for torch's own solve."""
+def delta_config(num_rows: int, shape: DeltaShape) -> Config | None:
+    """How the kernel runs; None for torch's own solve.
+
+    Programs run at once, without spilled registers up to 128 rows: 48 heads of 128 columns are 192 programs of 32 columns,
+    two on a multiprocessor, or 96 of 64.
+    """
     if INTERPRETED:
-        return 16 if num_rows <= 16 else 64, 16, 4, "ieee"
-    return (16, 32, 4, PRECISION) if num_rows <= 16 else (64, 32, 8, PRECISION)
+        return 16 if num_rows <= 16 else 64, 16, 4, "ieee", 32, 1
+    if num_rows <= 16:
+        return 16, 32, 4, PRECISION, 32, 2
+    return (32, 32, 4, PRECISION, 16, 3) if num_rows <= 128 else (64, 64, 8, PRECISION, 32, 2)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:

@@ -35,8 +35,6 @@ from .fused_target import PREFILL_ROWS, SLACK_SLOTS, FusedTarget, Pass
 from .hybrid_layers import MixerLayer, check_hybrid, norm_gain
 
 PREFILL_CHUNK_TOKENS = 2048
-LONGEST_PATH = 16
-"""Rows of the longest path that a pass verifies: the root and one node for each slot of a block of 16."""
 
 
 @dataclass(slots=True)
@@ -140,7 +138,7 @@ class HybridTarget(FusedTarget):
         assert layer.dt_bias is not None and layer.gate_norm is not None
         mixed = linear(step.buffers.normed, layer.projection, None, rows.mixed[index])
         delta_inputs(rows, index, self.windows[index], step.columns, layer.conv_CW, layer.a_log, layer.dt_bias, shape)
-        tree_delta(rows, index, self.states[index], step.tree.mask, LONGEST_PATH - 1, shape)
+        tree_delta(rows, index, self.states[index], step.tree.mask, shape)
         gate = mixed[:, shape.channels : shape.channels + shape.heads * shape.value]
         return gated_norm(rows.out, gate, layer.gate_norm, self.gate_norm_eps, rows.out)
 

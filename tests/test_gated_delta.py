@@ -115,7 +115,7 @@ def test_value_heads_share_the_keys_of_their_group() -> None:
     for name in ("v", "g", "beta"):
         getattr(rows, name).copy_(inputs[name])
     mask = ancestor_mask(parents[1:])
-    tree_delta(rows, 0, inputs["state"].float(), pack_mask(mask), 39, shape)
+    tree_delta(rows, 0, inputs["state"].float(), pack_mask(mask), shape)
     assert float((rows.out.view(40, 6, 8) - expected).norm() / expected.norm()) < 1e-5
     for leaf in (0, 7, 39):
         path = mask[leaf].nonzero().flatten().int()

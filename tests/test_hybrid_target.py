@@ -14,7 +14,16 @@ import torch
 from test_fused_target import DEVICE, TAPS, error, greedy_reference, prompt, tiny_drafter
 
 from decode import fused_ops
-from decode.delta_ops import DeltaRows, DeltaShape, commit_states, delta_inputs, gated_norm, gated_rope, tree_delta
+from decode.delta_ops import (
+    Config,
+    DeltaRows,
+    DeltaShape,
+    commit_states,
+    delta_inputs,
+    gated_norm,
+    gated_rope,
+    tree_delta,
+)
 from decode.fused_drafter import FusedDrafter
 from decode.fused_ops import pack_mask
 from decode.fused_round import GreedyRound, decode_greedy
@@ -129,7 +138,7 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
         kept, kept_windows = states.clone(), windows.clone()
         for layer in range(2):
             delta_inputs(rows, layer, window, columns, conv, a_log, dt_bias, SHAPE)
-            tree_delta(rows, layer, states[layer], mask, 15, SHAPE)
+            tree_delta(rows, layer, states[layer], mask, SHAPE)
         gate = rows.mixed[0][:, SHAPE.channels : SHAPE.channels + SHAPE.heads * SHAPE.value]
         normed = gated_norm(rows.out, gate, gain, 1e-6, torch.empty_like(rows.out))
         commit_states(kept, kept_windows, rows, path, accepted, SHAPE)
@@ -138,6 +147,26 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
         )
     for index, (ours, reference) in enumerate(zip(*found, strict=True)):
         assert error(ours, reference) < 1e-5, index
+
+
+@needs_kernels
+@pytest.mark.parametrize("config", [(32, 16, 4, "ieee", 16, 3), (64, 64, 8, "ieee", 32, 2)])
+def test_delta_kernel_reference_on_a_chain(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain is longer than any tree's path, and fills its tiles: in both sizes of tile."""
+    generator, found = torch.Generator().manual_seed(3), []
+    mask = pack_mask(torch.ones(70, 70, dtype=torch.bool).tril()).to(DEVICE)
+    state = torch.randn(2, 16, 24, generator=generator).to(DEVICE)
+    rows = DeltaRows.allocate(1, 70, SHAPE, torch.zeros(1, device=DEVICE))
+    for part, size in ((rows.q, 0.25), (rows.k, 0.25), (rows.v, 1.0), (rows.beta, 0.3)):
+        part.copy_(size * torch.randn(part.shape, generator=generator))
+    rows.g.copy_(-0.1 * torch.rand(rows.g.shape, generator=generator))
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr("decode.delta_ops.uses_kernels", lambda _tensor: False)
+        tree_delta(rows, 0, state, mask, SHAPE, config)
+        found.append([x.clone() for x in (rows.out, rows.updates, rows.summed)])
+    for ours, reference in zip(*found, strict=True):
+        assert error(ours, reference) < 1e-5
 
 
 @needs_kernels
