@@ -32,7 +32,7 @@ from measuring import time_ms
 
 from decode.device_tree import TreeBuffers, TreeBuilder
 from decode.fused_drafter import FusedDrafter
-from decode.fused_round import GreedyRound
+from decode.fused_round import FusedRound
 from decode.fused_target import FusedTarget, capture, padded_rows
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
@@ -116,7 +116,7 @@ def floor_ms(
     return max(bytes_moved / rates["copy_tb_s"], flops / rates["matrix_tflop_s"]) / 1e9
 
 
-def time_round(rounds: GreedyRound, tokens: torch.Tensor) -> tuple[float, dict[str, float], float]:
+def time_round(rounds: FusedRound, tokens: torch.Tensor) -> tuple[float, dict[str, float], float]:
     """Milliseconds of a whole round, of each stage alone, and of a round with its host read."""
     rounds.start(tokens)
     length = rounds.target.length.clone()
@@ -204,7 +204,7 @@ def measure_shape(name: str, args: argparse.Namespace, rates: dict[str, float]) 
     for context in contexts:
         tokens = torch.randint(0, 1000, (context,), device="cuda")
         for method, budget in [("ar", 0), ("chain", None), *(("ddtree", budget) for budget in budgets)]:
-            rounds = GreedyRound(target, None if budget == 0 else drafter, budget)
+            rounds = FusedRound(target, None if budget == 0 else drafter, budget)
             whole, stages, with_host = time_round(rounds, tokens)
             rows = 1 + (args.block_size - 1 if budget is None else budget)
             floor = floor_ms(shape, rows, context, rates, shape["num_hidden_layers"])

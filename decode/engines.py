@@ -33,13 +33,15 @@ def open_engine(
     drafter = Drafter.from_pretrained(config.ckpt, dtype=torch_dtype, device=device)
     model = kept(load_target, inputs.target, dtype=torch_dtype, device=device, revision=config.target_revision)
     eos_token_ids, max_context = inputs.spec.eos_token_ids, inputs.spec.max_position_embeddings
-    reason = reason_against(model, drafter, methods, config.temperature)
+    reason = reason_against(model, drafter, methods)
     if config.batch_size > 1:
         reason = f"it decodes one prompt at a time, and batch_size is {config.batch_size}"
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
     if config.engine == "auto" and not reason and is_hybrid(model):
         reason = "its kernels for hybrid targets have not been tried on a GPU yet; --engine fused takes them"
+    if config.engine == "auto" and not reason and config.temperature > 0:
+        reason = "its sampling has not been tried on a GPU yet; --engine fused takes it"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: a round is one CUDA graph", flush=True)
         max_budget = max(budget for _, budget in methods)

@@ -1,7 +1,8 @@
-"""The engine for NVIDIA GPUs: greedy decoding of one prompt at a time, each round one CUDA graph and one small read.
+"""The engine for NVIDIA GPUs: decoding of one prompt at a time, each round one CUDA graph and one small read.
 
-It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds; what it cannot do (sampling,
-targets that ``fused_target`` does not compute, very wide blocks) stays with that one.
+It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds (at a temperature above 0, rounds
+of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, budgets chosen round by round, very
+wide blocks) stays with that one.
 """
 
 import time
@@ -17,11 +18,12 @@ from dflash_kit.errors import KitError
 
 from .engine import Generation, Method, Prefix, require_context, require_finite
 from .fused_drafter import FusedDrafter
-from .fused_round import GreedyRound
+from .fused_round import FusedRound
 from .fused_target import FusedTarget, check_supported, padded_rows
 from .hybrid_layers import check_hybrid, is_hybrid
 from .hybrid_target import HybridTarget
-from .sampling import GREEDY, Sampling
+from .row_sampler import seed_device
+from .sampling import GREEDY, Sampling, choose_tokens
 
 MAX_BLOCK_SIZE = 16
 MAX_BUDGET = 1024
@@ -29,12 +31,8 @@ CACHE_SHARE = 0.5
 """Of the GPU's free memory that the caches may take."""
 
 
-def reason_against(
-    model: Any, drafter: Drafter, methods: Collection[tuple[str, int]], temperature: float
-) -> str | None:
+def reason_against(model: Any, drafter: Drafter, methods: Collection[tuple[str, int]]) -> str | None:
     """Why the fused engine cannot do this job; None when it can."""
-    if temperature > 0:
-        return "it decodes greedily, and the temperature is above 0"
     if any(name == DDTREE_AUTO for name, _ in methods):
         return "it has one graph for each budget and does not choose one each round, as budgets auto asks"
     if drafter.config.block_size > MAX_BLOCK_SIZE:
@@ -73,7 +71,7 @@ class FusedEngine:
         kind = HybridTarget if is_hybrid(model) else FusedTarget
         self.target = kind(model, drafter.config.target_layer_ids, self.max_context, rows)
         self.drafter = FusedDrafter(drafter, self.target)
-        self._rounds: dict[Method, GreedyRound] = {}
+        self._rounds: dict[tuple[Method, Sampling], FusedRound] = {}
         self._first: Tensor | None = None
 
     @torch.no_grad()
@@ -98,12 +96,19 @@ class FusedEngine:
         prompt_id: str = "",
         on_round: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Decode one response by one method, from the last prefill; see ``Engine.decode``."""
-        assert sampling.is_greedy, "the fused engine is greedy"
+        """Decode one response by one method, from the last prefill; see ``Engine.decode``.
+
+        Of ``generator`` the seed alone counts: it becomes that of the device's own generator, by which graphs draw.
+        """
         assert self._first is not None, "nothing was prefilled"
-        round_ = self._round(method)
-        round_.resume_at(prefix.num_tokens, self._first)
-        tokens, num_accepted, cut = [int(self._first)], [], None
+        round_ = self._round(method, sampling)
+        anchor = self._first
+        if not sampling.is_greedy:
+            if generator is not None:
+                seed_device(self.target.device, generator.initial_seed())
+            anchor = torch.tensor(choose_tokens(prefix.logits[None], sampling), device=self.target.device)
+        round_.resume_at(prefix.num_tokens, anchor)
+        tokens, num_accepted, cut = [int(anchor)], [], None
         start_s = self._now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:
             said = round_.advance()
@@ -124,11 +129,12 @@ class FusedEngine:
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
 
-    def _round(self, method: Method) -> GreedyRound:
-        if method not in self._rounds:
+    def _round(self, method: Method, sampling: Sampling) -> FusedRound:
+        key = method, sampling
+        if key not in self._rounds:
             budget = None if method.name == CHAIN else method.budget
-            self._rounds[method] = GreedyRound(self.target, self.drafter if method.budget else None, budget)
-        return self._rounds[method]
+            self._rounds[key] = FusedRound(self.target, self.drafter if method.budget else None, budget, sampling)
+        return self._rounds[key]
 
     def _now_s(self) -> float:
         if self.target.device.type == "cuda":

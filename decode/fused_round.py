@@ -17,16 +17,21 @@ from dflash_kit.errors import KitError
 from .device_tree import TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
 from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, capture, padded_rows
+from .row_sampler import RowSampler
+from .sampling import GREEDY, Sampling
 
 
-class GreedyRound:
+class FusedRound:
     """Rounds of one method: autoregressive (budget 0, no drafter needed), chain, or a tree of ``budget`` nodes.
 
     Args:
         budget: nodes of a tree; 0 decodes token by token; None drafts the chain.
+        sampling: how the target's token behind a row is chosen; drawn by the device's default generator above temperature 0.
     """
 
-    def __init__(self, target: FusedTarget, drafter: FusedDrafter | None, budget: int | None) -> None:
+    def __init__(
+        self, target: FusedTarget, drafter: FusedDrafter | None, budget: int | None, sampling: Sampling = GREEDY
+    ) -> None:
         if budget != 0 and drafter is None:
             raise KitError(f"a round with budget {budget} needs a drafter; only budget 0 decodes without one")
         self.target, self.drafter, self.budget = target, drafter, budget
@@ -34,6 +39,7 @@ class GreedyRound:
         nodes = self.depth if budget is None else budget
         self.step = target.new_pass(padded_rows(nodes + 1))
         self.tree = self.step.tree
+        self.sampler = None if sampling.is_greedy else RowSampler(sampling, self.step.logits)
         self.walked = WalkBuffers.allocate(self.depth, target.device)
         self.anchor = torch.zeros(1, dtype=torch.long, device=target.device)
         self.builder: TreeBuilder | None = None
@@ -120,6 +126,8 @@ class GreedyRound:
     def _verify(self) -> None:
         self.tree.tokens[:1].copy_(self.anchor)
         self.target.run(self.step)
+        if self.sampler is not None:
+            self.sampler.draw(self.step.logits, self.step.choices)
 
     def _commit(self) -> None:
         walk(self.tree, self.step.choices, self.walked, self.anchor, self.depth)
@@ -130,16 +138,18 @@ class GreedyRound:
         self.target.length += self.walked.num_accepted + 1
 
     def _capture(self, work: Callable[[], None]) -> Any:
-        """Capture a round without leaving a trace: warm-up rounds advance the state, so put it back."""
+        """Capture a round without leaving a trace: warm-up rounds advance the state and draw numbers, so put both back."""
         held = [(tensor, tensor.clone()) for tensor in (*self.target.carried(), self.anchor)]
+        numbers = torch.cuda.get_rng_state(self.target.device)
         graph = capture(work)
+        torch.cuda.set_rng_state(numbers, self.target.device)
         for tensor, before in held:
             tensor.copy_(before)
         return graph
 
 
 def decode_greedy(
-    round_: GreedyRound, input_ids: Tensor, max_new_tokens: int, eos_token_ids: tuple[int, ...]
+    round_: FusedRound, input_ids: Tensor, max_new_tokens: int, eos_token_ids: tuple[int, ...]
 ) -> list[int]:
     """Greedy continuation of a prompt, cut behind the first EOS or at ``max_new_tokens``."""
     said = [round_.start(input_ids)]

@@ -23,7 +23,11 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(rows, V) float32 of logits (rows, V), in the order of transformers: temperature, top-k, top-p."""
+        """(rows, V) float32 of logits (rows, V)."""
+        return torch.softmax(self.scores(logits), dim=-1)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits (rows, V) float32, tempered and truncated in the order of transformers: temperature, top-k, top-p; a new tensor."""
         from transformers import TopKLogitsWarper, TopPLogitsWarper
 
         scores = logits.float() / self.temperature
@@ -32,7 +36,7 @@ class Sampling:
             scores = TopKLogitsWarper(self.top_k)(ids, scores)
         if self.top_p < 1:
             scores = TopPLogitsWarper(self.top_p)(ids, scores)
-        return torch.softmax(scores, dim=-1)
+        return scores
 
 
 GREEDY = Sampling()

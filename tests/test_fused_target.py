@@ -17,7 +17,7 @@ import torch
 from decode import fused_ops
 from decode.device_tree import TreeBuffers, TreeBuilder, WalkBuffers, walk
 from decode.fused_drafter import FusedDrafter
-from decode.fused_round import GreedyRound, decode_greedy
+from decode.fused_round import FusedRound, decode_greedy
 from decode.fused_target import FusedTarget, padded_rows
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
@@ -128,7 +128,7 @@ def test_greedy_rounds_say_what_the_target_says(budget: int | None) -> None:
     model, tokens = tiny_model(), prompt(23)
     expected = greedy_reference(model, tokens, 40)
     target = FusedTarget(model, TAPS, max_context_tokens=128, max_rows=32)
-    rounds = GreedyRound(target, FusedDrafter(tiny_drafter(), target), budget)
+    rounds = FusedRound(target, FusedDrafter(tiny_drafter(), target), budget)
     assert decode_greedy(rounds, tokens, 40, ()) == expected
     eos = expected[11]
     assert decode_greedy(rounds, tokens, 40, (eos,)) == expected[: expected.index(eos) + 1]
@@ -157,7 +157,7 @@ def test_accepted_rows_are_committed(wrong_every: int, budget: int | None) -> No
     expected = greedy_reference(model, tokens, 45)
     target = FusedTarget(model, TAPS, max_context_tokens=128, max_rows=32)
     drafter = FusedDrafter(tiny_drafter(), target)
-    rounds, oracle = GreedyRound(target, drafter, budget), Oracle(expected, wrong_every)
+    rounds, oracle = FusedRound(target, drafter, budget), Oracle(expected, wrong_every)
     said, lengths = [rounds.start(tokens)], []
     rounds.stages = dict  # type: ignore[method-assign]
     while len(said) < 40:
@@ -236,7 +236,7 @@ def test_other_architectures_are_refused() -> None:
     with pytest.raises(KitError, match=r"65 tokens.*1\.\.64"):
         target.prefill(prompt(65))
     with pytest.raises(KitError, match="needs a drafter"):
-        GreedyRound(target, None, 4)
+        FusedRound(target, None, 4)
 
 
 @needs_kernels

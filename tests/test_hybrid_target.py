@@ -26,7 +26,7 @@ from decode.delta_ops import (
 )
 from decode.fused_drafter import FusedDrafter
 from decode.fused_ops import pack_mask
-from decode.fused_round import GreedyRound, decode_greedy
+from decode.fused_round import FusedRound, decode_greedy
 from decode.hybrid_target import HybridTarget, convolution_columns
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
@@ -99,7 +99,7 @@ def test_greedy_rounds_say_what_the_target_says(budget: int | None) -> None:
     model, tokens = tiny_hybrid(), prompt(23)
     expected = greedy_reference(model, tokens, 40)
     target = HybridTarget(model, TAPS, max_context_tokens=128, max_rows=32)
-    rounds = GreedyRound(target, FusedDrafter(tiny_drafter(), target), budget)
+    rounds = FusedRound(target, FusedDrafter(tiny_drafter(), target), budget)
     assert decode_greedy(rounds, tokens, 40, ()) == expected
     first = torch.tensor(expected[:1], device=DEVICE)
     rounds.resume_at(23, first)  # whatever was decoded since, the prompt's end comes back

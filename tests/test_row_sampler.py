@@ -1,0 +1,101 @@
+"""Sampling in the fused engine: rows are drawn from the target's tempered and truncated distribution, and so are responses."""
+
+from collections import Counter
+
+import pytest
+import torch
+from test_fused_target import prompt, tiny_drafter, tiny_model
+
+from decode.engine import Method
+from decode.fused_engine import FusedEngine
+from decode.row_sampler import RowSampler, seed_device
+from decode.sampling import Sampling
+from helpers import HAS_GPU
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=4), Sampling(1.3, top_p=0.8)]
+P_VALUE = 1e-6
+NUM_RESPONSES = 300
+
+
+def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """χ² of counts against probabilities, outcomes of fewer than five expected ones put together."""
+    total = sum(counts.values())
+    pairs = [(counts[outcome], share * total) for outcome, share in exact.items()]
+    rare = [pair for pair in pairs if pair[1] < 5]
+    pairs = [pair for pair in pairs if pair[1] >= 5] + [(sum(n for n, _ in rare), sum(m for _, m in rare) + 1e-9)]
+    chi_square = sum((n - mean) ** 2 / mean for n, mean in pairs if mean > 1e-6)
+    half_freedom = torch.tensor((len(pairs) - 2) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(chi_square / 2, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_row_is_drawn_from_its_own_distribution(sampling: Sampling, device: str) -> None:
+    logits = (2 * torch.randn(3, 11, generator=torch.Generator().manual_seed(1))).to(device)
+    seed_device(torch.device(device), 5)
+    many = logits.repeat(20_000, 1)
+    drawn = (
+        RowSampler(sampling, many).draw(many, torch.zeros(len(many), dtype=torch.long, device=device)).view(-1, 3).cpu()
+    )
+    for row, probabilities in enumerate(sampling.probabilities(logits).cpu().double()):
+        exact = {(token,): float(p) for token, p in enumerate(probabilities) if p > 0}
+        counts = Counter((token,) for token in drawn[:, row].tolist())
+        assert set(counts) <= set(exact)
+        assert p_value(counts, exact) > P_VALUE
+    # Rows are independent of each other.
+    together = Counter(map(tuple, drawn[:, :2].tolist()))
+    first, second = (sampling.probabilities(logits)[i].cpu() for i in (0, 1))
+    likely = (int(first.argmax()), int(second.argmax()))
+    expected = float(first.max() * second.max())
+    assert together[likely] / len(drawn) == pytest.approx(expected, abs=5 * (expected / len(drawn)) ** 0.5)
+
+
+@pytest.mark.parametrize("method", [Method("chain", 5), Method("ddtree", 7)], ids=lambda m: m.name)
+def test_responses_have_the_targets_distribution(method: Method) -> None:
+    sampling, ids = Sampling(1.5, top_k=3), prompt(12).tolist()
+    engine = FusedEngine(tiny_model(), tiny_drafter(), eos_token_ids=(), max_context=60, max_budget=7)
+    prefix = engine.prefill(ids, 3, 7)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(NUM_RESPONSES):
+        said = engine.decode(prefix, method, sampling=sampling, generator=torch.Generator().manual_seed(seed)).token_ids
+        counts[tuple(said[:2])] += 1
+    model, expected = tiny_model(), {}
+    first = sampling.probabilities(model(torch.tensor([ids])).logits[:, -1])[0]
+    for token in first.nonzero().flatten().tolist():
+        second = sampling.probabilities(model(torch.tensor([[*ids, token]])).logits[:, -1])[0]
+        for follower in second.nonzero().flatten().tolist():
+            expected[token, follower] = float(first[token] * second[follower])
+    assert set(counts) <= set(expected)
+    assert p_value(counts, expected) > P_VALUE
+
+
+def test_a_seed_repeats_its_response_whatever_was_drawn_before() -> None:
+    engine = FusedEngine(tiny_model(), tiny_drafter(), eos_token_ids=(), max_context=80, max_budget=7)
+    prefix = engine.prefill(prompt(12).tolist(), 20, 7)
+
+    def said(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return engine.decode(prefix, Method("ddtree", 7), sampling=Sampling(1.0), generator=generator).token_ids
+
+    first = said(1)
+    assert said(2) != first
+    assert said(1) == first
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_a_captured_graph_draws_anew_and_repeats_with_its_seed() -> None:
+    logits = torch.zeros(64, 1000, device="cuda")
+    sampler, out = RowSampler(Sampling(1.0), logits), torch.zeros(64, dtype=torch.long, device="cuda")
+    from decode.fused_target import capture
+
+    graph = capture(lambda: sampler.draw(logits, out))  # type: ignore[arg-type, return-value]
+    drawn = []
+    for seed in (7, 7, 8):
+        seed_device(out.device, seed)
+        for _ in range(2):
+            graph.replay()
+            drawn.append(out.tolist())
+    assert drawn[0] == drawn[2] and drawn[1] == drawn[3]
+    assert len({tuple(row) for row in drawn}) == 4
