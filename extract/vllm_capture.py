@@ -17,6 +17,7 @@ from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
 from .failures import Failures
+from .gpu_part import memory_arguments
 from .prompts import Sample, answer_seed
 
 # How long rows may take from the end of a request to the writer before the run is given up.
@@ -75,7 +76,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         "max_model_len": job.longest_tokens + 1,
         "max_num_seqs": job.max_num_seqs,
         "tensor_parallel_size": job.tensor_parallel_size,
-        "gpu_memory_utilization": job.gpu_memory_utilization,
+        **memory_arguments(job),
         "enable_prefix_caching": job.prefix_caching,
         "disable_log_stats": True,
         "speculative_config": extraction_method(job),
