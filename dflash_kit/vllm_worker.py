@@ -26,4 +26,9 @@ class WriterAccess:
         The extraction method "drafts" each sampled token once more, so that every decoding step runs two tokens a
         request; see ``extract.vllm_capture.start_engine`` for what is wrong with that.
         """
-        self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        runner.take_draft_token_ids = lambda: None
+        # What the drafter looks up for its next draft, in a Python loop over all requests; without asynchronous scheduling
+        # nothing else reads it.
+        if getattr(runner, "valid_sampled_token_count_event", None) is None:
+            runner.drafter.prepare_next_token_ids_padded = lambda *_: (None, None)

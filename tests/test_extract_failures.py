@@ -99,6 +99,8 @@ class Engine:
         self.running.append(request_id)
         self.num_taken += 1
 
+    output_processor = SimpleNamespace(request_states={})
+
     def get_num_unfinished_requests(self):
         return len(self.running)
 
@@ -139,11 +141,11 @@ def drive(engine, monkeypatch, *, skip: bool, count=20):
     ]
     run = vllm_capture._Run(engine, job, samples)
     reports = list(run.run())
-    return run, sum(report.num_rows for report in reports), sum(report.num_failed for report in reports)
+    return run, sum(report.num_rows for report in reports), sum(report.num_failed for report in reports), reports
 
 
 def test_vllm_samples_that_are_refused_or_end_in_an_error_are_counted(monkeypatch, capsys):
-    run, num_rows, num_failed = drive(Engine(refused={"row3"}, ended={"row9", "row12"}), monkeypatch, skip=True)
+    run, num_rows, num_failed, _ = drive(Engine(refused={"row3"}, ended={"row9", "row12"}), monkeypatch, skip=True)
     rest = run.finish({})
     assert (num_rows + rest.num_rows, num_failed + rest.num_failed) == (17, 3)
     assert run.failures.settle({"asked": 20, "dropped": {"duplicate": 1}}) == {
@@ -156,11 +158,40 @@ def test_vllm_samples_that_are_refused_or_end_in_an_error_are_counted(monkeypatc
 @pytest.mark.parametrize("fault", ["refused", "ended"])
 def test_vllm_finishes_what_is_in_flight_and_takes_no_more(monkeypatch, fault):
     engine = Engine(**{fault: {"row5"}})
-    run, num_rows, _ = drive(engine, monkeypatch, skip=False)
+    run, num_rows, *_ = drive(engine, monkeypatch, skip=False)
     assert not engine.running
     assert num_rows + run.finish({}).num_rows == engine.num_taken - (fault == "ended") < 19
     with pytest.raises(KitError, match="p:5: the engine failed"):
         run.failures.settle({"dropped": {}})
+
+
+class Speaker(Engine):
+    """Says a token of every request a step, and ends those of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.output_processor = SimpleNamespace(request_states={})
+
+    def step(self):
+        states = self.output_processor.request_states
+        for request_id in self.running:
+            count = states[request_id].detokenizer.num_output_tokens() + 1 if request_id in states else 1
+            states[request_id] = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda n=count: n))
+        ended = [i for i, state in states.items() if state.detokenizer.num_output_tokens() == 3]
+        self.accepted += [(i, 5) for i in ended]
+        for i in ended:
+            del states[i]
+            self.running.remove(i)
+        token_ids = [1, 2, 3]
+        said = [SimpleNamespace(token_ids=token_ids, finish_reason="length")]
+        return [SimpleNamespace(request_id=i, finished=True, outputs=said) for i in ended]
+
+
+def test_tokens_of_unfinished_answers_are_reported_once(monkeypatch):
+    monkeypatch.setattr(vllm_capture, "STATUS_EVERY_S", 0.0)  # a report after every step
+    run, _, _, reports = drive(Speaker(), monkeypatch, skip=False, count=6)
+    # Four requests at a time speak, and then the two that waited.
+    assert [report.num_said for report in [*reports, run.finish({})] if report.num_said] == [4, 4, 4, 2, 2, 2]
 
 
 def test_an_engine_that_dies_names_what_it_worked_on(monkeypatch):
