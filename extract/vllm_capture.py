@@ -18,6 +18,7 @@ from dflash_kit.vllm_version import installed_vllm
 from .capture import Job, Progress
 from .failures import Failures
 from .gpu_part import memory_arguments
+from .prefill import prefill_arguments
 from .prompts import Sample, answer_seed
 
 # How long rows may take from the end of a request to the writer before the run is given up.
@@ -84,7 +85,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         "worker_extension_cls": "dflash_kit.vllm_worker.WriterAccess",
     }
     if skip_drafts:
-        own["async_scheduling"] = False
+        own |= {"async_scheduling": False, **prefill_arguments(job, on_cpu=on_cpu)}
     shown = {} if job.verbose or "use_tqdm_on_load" in job.engine_args else {"use_tqdm_on_load": False}
     if job.max_num_batched_tokens is not None:
         own["max_num_batched_tokens"] = job.max_num_batched_tokens

@@ -15,6 +15,7 @@ from extract import hf_capture, vllm_capture
 from extract.capture import Job
 from extract.cli import main
 from extract.failures import MAX_IN_A_ROW
+from extract.prefill import prefill_arguments
 from extract.prompts import Sample
 
 BAD = 4
@@ -197,6 +198,23 @@ def test_tokens_of_unfinished_answers_are_reported_once(monkeypatch):
 def test_an_engine_that_dies_names_what_it_worked_on(monkeypatch):
     with pytest.raises(KitError, match=r"EngineCore died.* worked on 4 samples \(p:6, p:7, p:8, …\).*to resume"):
         drive(Engine(dies_at="row9"), monkeypatch, skip=True)
+
+
+def test_sampled_prompts_are_prefilled_whole_on_a_cpu_unless_the_user_decides():
+    sampled = make_header(sampling={**make_header().sampling, "temperature": 0.7})
+    job = Job(spec=None, header=sampled, folder=Path(), max_shard_bytes=1, max_num_seqs=1, longest_tokens=99)
+    whole = {"enable_chunked_prefill": False}
+    assert prefill_arguments(job, on_cpu=True) == whole
+    assert prefill_arguments(replace(job, max_num_batched_tokens=100), on_cpu=True) == whole
+    with pytest.raises(
+        KitError, match=r"max_num_batched_tokens is 99, .* may have 100 tokens; raise it, or leave it out"
+    ):
+        prefill_arguments(replace(job, max_num_batched_tokens=99), on_cpu=True)
+    decided = {"max_num_batched_tokens": 99, "engine_args": {"enable_chunked_prefill": True}}
+    assert prefill_arguments(replace(job, **decided), on_cpu=True) == {}
+    assert prefill_arguments(replace(job, max_num_batched_tokens=99), on_cpu=False) == {}
+    greedy = replace(sampled, sampling={**sampled.sampling, "temperature": 0.0})
+    assert prefill_arguments(replace(job, header=greedy, max_num_batched_tokens=9), on_cpu=True) == {}
 
 
 # Draws
