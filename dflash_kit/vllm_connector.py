@@ -111,7 +111,12 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Nothing is ever loaded."""
+        """Nothing is ever loaded, so that hashes of blocks are for shared prefixes alone.
+
+        Since there is a connector, vLLM would keep them in any case, which it looks after at every token.
+        """
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            request._block_hasher = None
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> FinishedRequests:
         """Hand the requests that finished since the last step to the workers."""

@@ -26,4 +26,15 @@ class WriterAccess:
         The extraction method "drafts" each sampled token once more, so that every decoding step runs two tokens a
         request; see ``extract.vllm_capture.start_engine`` for what is wrong with that.
         """
-        self.model_runner.take_draft_token_ids = lambda: None  # type: ignore[attr-defined]
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if "take_draft_token_ids" in vars(runner):  # the session before has done it
+            return
+        runner.take_draft_token_ids = lambda: None
+        # 0.32 goes the way of drafts without any as well: that costs two copies of the logits, and ends the engine of a
+        # CPU where only top_k is set (the largest of no values is asked for).
+        sample = runner._sample
+        runner._sample = lambda logits, drafts: sample(logits, drafts if drafts and drafts.max_spec_len else None)
+        # What the drafter looks up for its next draft, in a Python loop over all requests; without asynchronous scheduling
+        # nothing else reads it.
+        if getattr(runner, "valid_sampled_token_count_event", None) is None:
+            runner.drafter.prepare_next_token_ids_padded = lambda *_: (None, None)

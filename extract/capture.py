@@ -32,8 +32,10 @@ class Job:
     """Whether common beginnings of prompts are prefilled once (vLLM only)."""
     tensor_parallel_size: int = 1
     """GPUs that share the target (vLLM only)."""
+    workers_per_gpu: int = 1
+    """Engines that share the GPU, each in a process of its own (vLLM only)."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that the engine may take (vLLM only)."""
+    """Share of the GPU's memory that these engines may take together (vLLM only)."""
     max_num_batched_tokens: int | None = None
     """Tokens of one engine step at most; None: the engine's default (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)

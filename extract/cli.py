@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None, screen: Screen | None = None) -> int:
     with sigterm_interrupts():
         if config.print_serve_command:
             print_serve_command(config)
-        elif config.num_workers > 1 and not config.dry_run and config.show is None:
+        elif config.num_processes > 1 and not config.dry_run and config.show is None:
             extract_by_workers(config, arguments)
         else:
             extract(config, screen or Screen(config.progress))
@@ -135,7 +135,14 @@ def extract_by_workers(config: ExtractConfig, arguments: list[str]) -> None:
     if place.description:
         print(place.description, flush=True)
     gpus_each = config.tensor_parallel_size if config.engine == "vllm" else 1
-    result = launch(config.shares, arguments, place, gpus_each=gpus_each, progress=config.progress)
+    result = launch(
+        config.shares,
+        arguments,
+        place,
+        gpus_each=gpus_each,
+        workers_per_gpu=config.workers_per_gpu,
+        progress=config.progress,
+    )
     if "errors" in result:
         print(json.dumps(result), flush=True)
         raise KitError("; ".join(f"rank {ranks}: {error}" for ranks, error in result["errors"].items()))

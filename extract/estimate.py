@@ -38,14 +38,8 @@ def count_active_weights(path: str, revision: str | None = None) -> int:
     Raises:
         KitError: transformers cannot build the model.
     """
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(path, revision).get_text_config()
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # as many kinds as there are architectures
-        raise KitError(f"transformers cannot build this target ({error})") from error
+    model = _bare_model(path, revision)
+    config = model.config.get_text_config()
     ends = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     share = config.num_experts_per_tok / num_experts if num_experts else 1.0
@@ -53,6 +47,17 @@ def count_active_weights(path: str, revision: str | None = None) -> int:
         (name, weight) for name, weight in model.named_parameters() if weight.ndim >= 2 and id(weight) not in ends
     ]
     return int(sum(weight.numel() * (share if ".experts." in name else 1.0) for name, weight in matrices))
+
+
+def count_weights(path: str, revision: str | None = None) -> int:
+    """All weights of a target, those that embeddings and head share once, counted on a model without memory.
+
+    Of a target that sees images as well, the part that reads text.
+
+    Raises:
+        KitError: transformers cannot build the model.
+    """
+    return sum(weight.numel() for weight in _bare_model(path, revision).parameters())
 
 
 def measure_rates(dtype: torch.dtype) -> Rates:
@@ -91,6 +96,17 @@ def least_time_s(
     computing_s = num_tokens * 2 * num_weights / rates.flops_per_s
     reading_s = num_answer_tokens / num_seqs * num_weights * bytes_per_weight / rates.bytes_per_s
     return max(computing_s, reading_s) / num_devices
+
+
+def _bare_model(path: str, revision: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, revision).get_text_config()
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as many kinds as there are architectures
+        raise KitError(f"transformers cannot build this target ({error})") from error
 
 
 def _fastest_s(work: Any) -> float:

@@ -27,6 +27,7 @@ def make_job(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
         longest_tokens=spec.max_position_embeddings if plan is None else plan.longest_tokens,
         prefix_caching=config.prefix_caching,
         tensor_parallel_size=config.tensor_parallel_size,
+        workers_per_gpu=config.workers_per_gpu,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_num_batched_tokens=config.max_num_batched_tokens,
         engine_args=config.engine_args,
@@ -44,11 +45,16 @@ def num_seqs(config: ExtractConfig) -> int:
 
 
 def require_parallelism(config: ExtractConfig, spec: TargetSpec) -> None:
-    """Refuse a ``tensor_parallel_size`` that the target's heads or this host's GPUs do not allow.
+    """Refuse a ``tensor_parallel_size`` or ``workers_per_gpu`` that the target's heads or this host's GPUs do not allow.
 
     Raises:
         KitError: with the sizes that fit.
     """
+    if config.workers_per_gpu > 1 and not torch.cuda.is_available():
+        raise KitError(
+            f"workers_per_gpu is {config.workers_per_gpu}, but no GPU is visible here; leave it out (num_workers alone "
+            "starts processes on a CPU, each with a slice of the cores)"
+        )
     size = config.tensor_parallel_size if config.engine == "vllm" else 1
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
@@ -79,7 +85,7 @@ def estimate(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
         num_answer_tokens=sum(sample.max_new_tokens for sample in plan.samples),
         num_seqs=min(num_seqs(config), max(1, len(plan.samples))),
         bytes_per_weight=dtype.itemsize,
-        num_devices=config.num_workers * config.tensor_parallel_size if torch.cuda.is_available() else 1,
+        num_devices=config.num_devices if torch.cuda.is_available() else 1,
     )
     screen.time(least_s, num_weights, rates)
     return float(f"{least_s:.3g}")

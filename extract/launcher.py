@@ -112,7 +112,13 @@ class Worker:
 
 
 def launch(
-    shares: list[Share], arguments: list[str], place: Place, *, gpus_each: int, progress: str = "text"
+    shares: list[Share],
+    arguments: list[str],
+    place: Place,
+    *,
+    gpus_each: int,
+    workers_per_gpu: int = 1,
+    progress: str = "text",
 ) -> dict[str, Any]:
     """Run one process a share until all are done; when one fails the others finish their shards and end.
 
@@ -121,6 +127,7 @@ def launch(
         arguments: the command line of ``dump.py`` as it was given.
         place: where the shards go.
         gpus_each: GPUs that a process needs.
+        workers_per_gpu: processes that share a GPU.
         progress: how the work is shown, one of ``PROGRESS``.
 
     Returns:
@@ -130,12 +137,14 @@ def launch(
         KitError: too few GPUs, or too little disk; nothing runs any more.
         KeyboardInterrupt: after all have finished their shards and ended.
     """
-    gpus = gpu_groups(len(shares), gpus_each)
-    cores = [] if gpus else core_slices(len(shares))
+    gpus = gpu_groups(len(shares), gpus_each, workers_per_gpu)
+    # Engines on GPUs of their own have few busy threads each; several on one would have more than there are cores.
+    cores = [] if gpus and workers_per_gpu == 1 else core_slices(len(shares))
+    num_gpus = -(-len(shares) // workers_per_gpu) * gpus_each
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     workers: list[Worker] = []
     label = f"extract ×{len(shares)}"
-    with PROGRESS[progress](0, 0, label=label, num_gpus=len(shares) * gpus_each) as shown:
+    with PROGRESS[progress](0, 0, label=label, num_gpus=num_gpus) as shown:
         try:
             for index, share in enumerate(shares):
                 workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
@@ -158,8 +167,8 @@ def worker_command(share: Share, arguments: list[str]) -> list[str]:
     return [sys.executable, "-P", "-c", code, *arguments, *own]
 
 
-def gpu_groups(num_workers: int, gpus_each: int) -> list[str]:
-    """``CUDA_VISIBLE_DEVICES`` of each process; empty on a host without GPUs.
+def gpu_groups(num_workers: int, gpus_each: int, workers_per_gpu: int = 1) -> list[str]:
+    """``CUDA_VISIBLE_DEVICES`` of each process, in order; empty on a host without GPUs.
 
     Raises:
         KitError: there are fewer GPUs than the processes need.
@@ -168,12 +177,17 @@ def gpu_groups(num_workers: int, gpus_each: int) -> list[str]:
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
-    if num_workers * gpus_each > len(devices):
+    most = len(devices) // gpus_each * workers_per_gpu
+    if num_workers > most:
+        each = f"{gpus_each} GPUs each (tensor_parallel_size)" if gpus_each > 1 else "1 GPU each"
+        each = f"1 GPU for {workers_per_gpu} of them (workers_per_gpu)" if workers_per_gpu > 1 else each
+        needed = -(-num_workers // workers_per_gpu) * gpus_each
         raise KitError(
-            f"num_workers {num_workers} x {gpus_each} GPUs each (tensor_parallel_size) are {num_workers * gpus_each}; "
-            f"{len(devices)} are visible here: allowed are up to {len(devices) // gpus_each} workers"
+            f"num_workers {num_workers} with {each} need {needed}; {len(devices)} are visible here: allowed are up to "
+            f"{most} workers"
         )
-    return [",".join(devices[i * gpus_each : (i + 1) * gpus_each]) for i in range(num_workers)]
+    groups = [i // workers_per_gpu * gpus_each for i in range(num_workers)]
+    return [",".join(devices[first : first + gpus_each]) for first in groups]
 
 
 def _environment(gpus: str | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ import dflash_kit
 from dflash_kit.vllm_environment import check_engine_args, cpu_environment
 
 from .capture import Job
+from .prefill import prefill_arguments
 from .vllm_capture import connector, extraction_method
 
 
@@ -40,6 +41,7 @@ def serve_command(job: Job) -> str:
         "speculative_config": extraction_method(job),
         "kv_transfer_config": _served_connector(job),
         "worker_extension_cls": "dflash_kit.vllm_served.SessionAccess",
+        **prefill_arguments(job, on_cpu=on_cpu),
     }
     check_engine_args(job.engine_args, {**own, "model": ""}, [field.name for field in fields(EngineArgs)], "extraction")
     words = [*_program(), job.spec.name, "--host", "127.0.0.1", "--port", "8000"]

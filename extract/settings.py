@@ -125,8 +125,11 @@ class ExtractConfig:
     answers to a prompt (vLLM only)."""
     tensor_parallel_size: int = 1
     """GPUs that share the target; must divide its attention heads (vLLM only)."""
+    workers_per_gpu: int = 1
+    """Processes that share a GPU, for small targets that answer: there an engine's own work on the host is what takes the
+    time. Each has an engine of its own with so small a part of gpu_memory_utilization, and max_num_seqs of its own."""
     gpu_memory_utilization: float = 0.9
-    """Share of GPU memory that the engine may take (vLLM only)."""
+    """Share of GPU memory that the engine may take, or the engines that share the GPU together (vLLM only)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names, as JSON or one by one: --engine_args.quantization fp8."""
     server: str | None = None
@@ -138,9 +141,10 @@ class ExtractConfig:
     """Rows of this run whose states are compared with a plain forward pass of transformers; 0 for none."""
     verify: bool = False
     """Re-read and check every shard at the end."""
-    num_workers: int = 1
-    """Processes on this host, each with the next tensor_parallel_size GPUs of those that are visible (without GPUs:
-    with a slice of the cores). When one fails, or at Ctrl-C, all finish their shards and end."""
+    num_workers: int | None = None
+    """Processes on this host, each with the next tensor_parallel_size GPUs of those that are visible, or workers_per_gpu
+    of them with one GPU (without GPUs: each with a slice of the cores). When one fails, or at Ctrl-C, all finish their
+    shards and end. Unset: workers_per_gpu, which is one process, or all that share one GPU."""
     world_size: int | None = None
     """Processes over all hosts that extract into this folder; each takes its share of the samples, by their ids.
     Unset: num_workers."""
@@ -162,9 +166,10 @@ class ExtractConfig:
             require_folder_name("out", self.out)
         if self.parity < 0:
             raise ValueError(f"parity is {self.parity}; 0 or more rows can be compared")
-        if (self.server is not None or self.print_serve_command) and (self.engine != "vllm" or self.num_workers > 1):
+        if (self.server is not None or self.print_serve_command) and (self.engine != "vllm" or self.num_processes > 1):
             name = "print_serve_command" if self.server is None else f"server {self.server}"
-            what = "num_workers above 1" if self.num_workers > 1 else f"engine {self.engine}"
+            what = "num_workers above 1" if self.num_processes > 1 else f"engine {self.engine}"
+            what = "workers_per_gpu above 1" if self.workers_per_gpu > 1 else what
             raise ValueError(f"{name} does not go with {what}; leave one of them out")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
@@ -183,7 +188,7 @@ class ExtractConfig:
                 "(its optim.epochs), so extract them once, or give spool_bytes"
             )
         counts = ("limit", "epochs", "num_samples", "show", "max_num_seqs", "num_taps", "num_workers")
-        lengths = ("tensor_parallel_size", "min_tokens", "max_tokens", "max_num_batched_tokens")
+        lengths = ("tensor_parallel_size", "workers_per_gpu", "min_tokens", "max_tokens", "max_num_batched_tokens")
         for name in (*counts, *lengths, "max_shard_bytes", "staging_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -203,26 +208,40 @@ class ExtractConfig:
             )
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; no sample is left")
-        world_size = self.num_workers if self.world_size is None else self.world_size
-        if 1 <= world_size < self.num_workers:
-            raise ValueError(
-                f"world_size {world_size} is less than num_workers {self.num_workers}; it counts the processes of all "
-                "hosts: leave it out, or raise it"
-            )
-        if self.num_workers > 1 and not 0 <= self.rank <= world_size - self.num_workers:
-            raise ValueError(
-                f"rank {self.rank} is outside of 0..{world_size - self.num_workers}: it is the first of num_workers "
-                f"{self.num_workers} processes out of world_size {world_size}"
-            )
+        self._check_processes()
         if self.engine != "vllm":
             self._refuse_vllm_settings()
         _ = self.shares  # checks both
+
+    def _check_processes(self) -> None:
+        world_size = self.num_processes if self.world_size is None else self.world_size
+        if 1 <= world_size < self.num_processes:
+            raise ValueError(
+                f"world_size {world_size} is less than num_workers {self.num_processes}; it counts the processes of all "
+                "hosts: leave it out, or raise it"
+            )
+        if self.num_processes > 1 and not 0 <= self.rank <= world_size - self.num_processes:
+            raise ValueError(
+                f"rank {self.rank} is outside of 0..{world_size - self.num_processes}: it is the first of num_workers "
+                f"{self.num_processes} processes out of world_size {world_size}"
+            )
+        if self.workers_per_gpu > 1 and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"workers_per_gpu is {self.workers_per_gpu} with tensor_parallel_size {self.tensor_parallel_size}; a target "
+                "that needs several GPUs leaves no room for others on them: leave one of them out"
+            )
+        if self.world_size is None and self.num_processes < self.workers_per_gpu:
+            raise ValueError(
+                f"num_workers is {self.num_workers}, but workers_per_gpu {self.workers_per_gpu} share a GPU, so that part of it "
+                "would stay unused; lower workers_per_gpu, or leave num_workers out"
+            )
 
     def _refuse_vllm_settings(self) -> None:
         """Those that change what vLLM does and nothing else; how much memory it may take, a recipe may well say anyway."""
         unset: dict[str, Any] = {
             "prefix_caching": False,
             "tensor_parallel_size": 1,
+            "workers_per_gpu": 1,
             "max_num_batched_tokens": None,
             "engine_args": {},
         }
@@ -234,10 +253,20 @@ class ExtractConfig:
                 )
 
     @property
+    def num_processes(self) -> int:
+        """Processes that this command starts, or is."""
+        return self.workers_per_gpu if self.num_workers is None else self.num_workers
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs that they use, where there are GPUs."""
+        return -(-self.num_processes // self.workers_per_gpu) * self.tensor_parallel_size
+
+    @property
     def shares(self) -> list[Share]:
         """What the processes of this command take."""
-        world_size = self.num_workers if self.world_size is None else self.world_size
-        return [Share(self.rank + i, world_size) for i in range(self.num_workers)]
+        world_size = self.num_processes if self.world_size is None else self.world_size
+        return [Share(self.rank + i, world_size) for i in range(self.num_processes)]
 
     @property
     def is_whole(self) -> bool:

@@ -17,6 +17,8 @@ from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
 from .failures import Failures
+from .gpu_part import memory_arguments
+from .prefill import prefill_arguments
 from .prompts import Sample, answer_seed
 
 # How long rows may take from the end of a request to the writer before the run is given up.
@@ -75,7 +77,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         "max_model_len": job.longest_tokens + 1,
         "max_num_seqs": job.max_num_seqs,
         "tensor_parallel_size": job.tensor_parallel_size,
-        "gpu_memory_utilization": job.gpu_memory_utilization,
+        **memory_arguments(job),
         "enable_prefix_caching": job.prefix_caching,
         "disable_log_stats": True,
         "speculative_config": extraction_method(job),
@@ -83,7 +85,7 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
         "worker_extension_cls": "dflash_kit.vllm_worker.WriterAccess",
     }
     if skip_drafts:
-        own["async_scheduling"] = False
+        own |= {"async_scheduling": False, **prefill_arguments(job, on_cpu=on_cpu)}
     shown = {} if job.verbose or "use_tqdm_on_load" in job.engine_args else {"use_tqdm_on_load": False}
     if job.max_num_batched_tokens is not None:
         own["max_num_batched_tokens"] = job.max_num_batched_tokens
@@ -158,8 +160,8 @@ class _Run:
         self._in_flight: dict[str, Sample] = {}  # by id, samples whose rows have not been accepted
         self._ended: set[str] = set()  # ids of those among them that the engine is through with
         self.failures = Failures(skip=job.skip_errors)
-        self._said: dict[str, int] = {}  # tokens of unfinished answers
-        self._num_said = 0
+        self._num_ended_said = 0  # tokens of finished answers
+        self._num_told_said = 0  # tokens that have been reported, those of unfinished answers included
         self._is_full = False  # a spool, whose trainer has to make room
         self._next_status_s = 0.0
 
@@ -209,9 +211,14 @@ class _Run:
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        transfer = {"kv_transfer_params": transfer_arguments(sample)}
-        return SamplingParams(**sampling_arguments(self._job, sample), detokenize=False, extra_args=transfer)
+        return SamplingParams(
+            **sampling_arguments(self._job, sample),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # else an object a request and step, which nobody looks at
+            extra_args={"kv_transfer_params": transfer_arguments(sample)},
+        )
 
     def _step(self) -> list[Any]:
         try:
@@ -234,15 +241,12 @@ class _Run:
         )
 
     def _take_outputs(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            num_tokens = len(output.outputs[0].token_ids)
-            self._num_said += num_tokens - self._said.pop(output.request_id, 0)
-            if not output.finished:
-                self._said[output.request_id] = num_tokens
-            elif output.request_id in self._in_flight:
+        for output in outputs:  # of finished requests alone, see ``_params``
+            self._num_ended_said += len(output.outputs[0].token_ids)
+            if output.request_id in self._in_flight:
                 self._ended.add(output.request_id)
             reason = output.outputs[0].finish_reason
-            if output.finished and reason not in ("stop", "length", "repetition"):
+            if reason not in ("stop", "length", "repetition"):
                 sample = self._in_flight.pop(output.request_id)
                 self.failures.take(sample, f"vLLM ended it with {reason!r} instead of an answer")
 
@@ -261,12 +265,19 @@ class _Run:
             self._ended.discard(sample_id)
             self.failures.end_row()
         num_tokens = sum(num_tokens for _, num_tokens in status["accepted"])
-        said, self._num_said = self._num_said, 0
+        num_said = self._num_ended_said + _num_unfinished_tokens(self._engine)
+        said, self._num_told_said = num_said - self._num_told_said, num_said
         num_failed = self.failures.take_count()
         self._is_full = bool(status.get("spool_full"))
         return Progress(
             len(status["accepted"]), num_tokens, status["bytes"], said, num_failed=num_failed, is_waiting=self._is_full
         )
+
+
+def _num_unfinished_tokens(engine: Any) -> int:
+    """Tokens of answers that are not finished, as vLLM's driver collects them."""
+    states = engine.output_processor.request_states.values()
+    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
 def _refusals() -> tuple[type[Exception], ...]:

@@ -15,6 +15,7 @@ from extract import hf_capture, vllm_capture
 from extract.capture import Job
 from extract.cli import main
 from extract.failures import MAX_IN_A_ROW
+from extract.prefill import prefill_arguments
 from extract.prompts import Sample
 
 BAD = 4
@@ -99,6 +100,8 @@ class Engine:
         self.running.append(request_id)
         self.num_taken += 1
 
+    output_processor = SimpleNamespace(request_states={})
+
     def get_num_unfinished_requests(self):
         return len(self.running)
 
@@ -139,11 +142,11 @@ def drive(engine, monkeypatch, *, skip: bool, count=20):
     ]
     run = vllm_capture._Run(engine, job, samples)
     reports = list(run.run())
-    return run, sum(report.num_rows for report in reports), sum(report.num_failed for report in reports)
+    return run, sum(report.num_rows for report in reports), sum(report.num_failed for report in reports), reports
 
 
 def test_vllm_samples_that_are_refused_or_end_in_an_error_are_counted(monkeypatch, capsys):
-    run, num_rows, num_failed = drive(Engine(refused={"row3"}, ended={"row9", "row12"}), monkeypatch, skip=True)
+    run, num_rows, num_failed, _ = drive(Engine(refused={"row3"}, ended={"row9", "row12"}), monkeypatch, skip=True)
     rest = run.finish({})
     assert (num_rows + rest.num_rows, num_failed + rest.num_failed) == (17, 3)
     assert run.failures.settle({"asked": 20, "dropped": {"duplicate": 1}}) == {
@@ -156,16 +159,62 @@ def test_vllm_samples_that_are_refused_or_end_in_an_error_are_counted(monkeypatc
 @pytest.mark.parametrize("fault", ["refused", "ended"])
 def test_vllm_finishes_what_is_in_flight_and_takes_no_more(monkeypatch, fault):
     engine = Engine(**{fault: {"row5"}})
-    run, num_rows, _ = drive(engine, monkeypatch, skip=False)
+    run, num_rows, *_ = drive(engine, monkeypatch, skip=False)
     assert not engine.running
     assert num_rows + run.finish({}).num_rows == engine.num_taken - (fault == "ended") < 19
     with pytest.raises(KitError, match="p:5: the engine failed"):
         run.failures.settle({"dropped": {}})
 
 
+class Speaker(Engine):
+    """Says a token of every request a step, and ends those of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.output_processor = SimpleNamespace(request_states={})
+
+    def step(self):
+        states = self.output_processor.request_states
+        for request_id in self.running:
+            count = states[request_id].detokenizer.num_output_tokens() + 1 if request_id in states else 1
+            states[request_id] = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda n=count: n))
+        ended = [i for i, state in states.items() if state.detokenizer.num_output_tokens() == 3]
+        self.accepted += [(i, 5) for i in ended]
+        for i in ended:
+            del states[i]
+            self.running.remove(i)
+        token_ids = [1, 2, 3]
+        said = [SimpleNamespace(token_ids=token_ids, finish_reason="length")]
+        return [SimpleNamespace(request_id=i, finished=True, outputs=said) for i in ended]
+
+
+def test_tokens_of_unfinished_answers_are_reported_once(monkeypatch):
+    monkeypatch.setattr(vllm_capture, "STATUS_EVERY_S", 0.0)  # a report after every step
+    run, _, _, reports = drive(Speaker(), monkeypatch, skip=False, count=6)
+    # Four requests at a time speak, and then the two that waited.
+    assert [report.num_said for report in [*reports, run.finish({})] if report.num_said] == [4, 4, 4, 2, 2, 2]
+
+
 def test_an_engine_that_dies_names_what_it_worked_on(monkeypatch):
     with pytest.raises(KitError, match=r"EngineCore died.* worked on 4 samples \(p:6, p:7, p:8, …\).*to resume"):
         drive(Engine(dies_at="row9"), monkeypatch, skip=True)
+
+
+def test_sampled_prompts_are_prefilled_whole_on_a_cpu_unless_the_user_decides():
+    sampled = make_header(sampling={**make_header().sampling, "temperature": 0.7})
+    job = Job(spec=None, header=sampled, folder=Path(), max_shard_bytes=1, max_num_seqs=1, longest_tokens=99)
+    whole = {"enable_chunked_prefill": False}
+    assert prefill_arguments(job, on_cpu=True) == whole
+    assert prefill_arguments(replace(job, max_num_batched_tokens=100), on_cpu=True) == whole
+    with pytest.raises(
+        KitError, match=r"max_num_batched_tokens is 99, .* may have 100 tokens; raise it, or leave it out"
+    ):
+        prefill_arguments(replace(job, max_num_batched_tokens=99), on_cpu=True)
+    decided = {"max_num_batched_tokens": 99, "engine_args": {"enable_chunked_prefill": True}}
+    assert prefill_arguments(replace(job, **decided), on_cpu=True) == {}
+    assert prefill_arguments(replace(job, max_num_batched_tokens=99), on_cpu=False) == {}
+    greedy = replace(sampled, sampling={**sampled.sampling, "temperature": 0.0})
+    assert prefill_arguments(replace(job, header=greedy, max_num_batched_tokens=9), on_cpu=True) == {}
 
 
 # Draws

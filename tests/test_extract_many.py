@@ -172,14 +172,14 @@ print(f"gpus {gpus}, cores {sorted(os.sched_getaffinity(0))}", file=sys.stderr)
 def pretend(monkeypatch, tmp_path):
     """Launch processes of which each does what its name says."""
 
-    def launch(*names, gpus_each=1):
+    def launch(*names, **more):
         monkeypatch.setattr(
             launcher,
             "worker_command",
             lambda share, _: [sys.executable, "-c", PRETEND, str(share.rank), names[share.rank]],
         )
         shares = [Share(rank, len(names)) for rank in range(len(names))]
-        return launcher.launch(shares, [], Place(tmp_path, shares[0]), gpus_each=gpus_each)
+        return launcher.launch(shares, [], Place(tmp_path, shares[0]), **{"gpus_each": 1, **more})
 
     return launch
 
@@ -208,8 +208,29 @@ def test_each_process_has_gpus_of_its_own(pretend, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,5")
     assert launcher.gpu_groups(3, 1) == ["6", "3", "5"]
     assert launcher.gpu_groups(1, 2) == ["6,3"]
-    with pytest.raises(KitError, match="num_workers 2 x 2 GPUs .* 3 are visible here: allowed are up to 1 workers"):
+    words = "num_workers 2 with 2 GPUs each .* need 4; 3 are visible here: allowed are up to 1 workers"
+    with pytest.raises(KitError, match=words):
         launcher.gpu_groups(2, 2)
+
+
+def test_processes_that_share_a_gpu_follow_each_other_and_have_cores_of_their_own(pretend, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,5")
+    assert launcher.gpu_groups(9, 1, 3) == ["6"] * 3 + ["3"] * 3 + ["5"] * 3
+    assert launcher.gpu_groups(5, 1, 4) == ["6"] * 4 + ["3"]
+    words = (
+        r"num_workers 7 with 1 GPU for 2 of them \(workers_per_gpu\) need 4; 3 are visible here: allowed are up to 6"
+    )
+    with pytest.raises(KitError, match=words):
+        launcher.gpu_groups(7, 1, 2)
+    cores = sorted(os.sched_getaffinity(0))
+    pretend("work", "work", "work", workers_per_gpu=2)
+    said = capsys.readouterr().err
+    expected = launcher.core_slices(3)
+    for rank, gpu in enumerate(("6", "6", "3")):
+        assert f"[rank {rank}] gpus {gpu}, cores {expected[rank]}" in said
+    pretend("work", "work")
+    assert capsys.readouterr().err.count(f"cores {cores}") == 2
 
 
 def test_without_gpus_each_process_has_cores_of_its_own(monkeypatch):

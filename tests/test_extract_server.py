@@ -258,6 +258,7 @@ def test_the_printed_command_is_that_of_the_command_line(tiny_target, prompts, t
     ]
     assert main([*common, *settings, "--print_serve_command"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert "--no-enable-chunked-prefill" not in words
     value = {name: words[i + 1] for i, name in enumerate(words[:-1]) if name.startswith("--")}
     assert (value["--host"], value["--tensor-parallel-size"], value["--max-model-len"]) == ("127.0.0.1", "2", "300")
     assert (value["--max-num-seqs"], "--enable-prefix-caching" in words) == ("7", True)
@@ -268,6 +269,8 @@ def test_the_printed_command_is_that_of_the_command_line(tiny_target, prompts, t
     assert (extra["writer"]["rank"], extra["writer"]["world_size"]) == (3, 4)
     assert extra["header"]["sampling"]["seed"] == 5
     assert not (tmp_path / "out with spaces").exists()
+    assert main([*common, *settings, "--sampling.temperature", "1", "--print_serve_command"]) == 0
+    assert "--no-enable-chunked-prefill" in capsys.readouterr().out
     for more, words in (
         (["--engine_args.max_modl_len", "300"], "no argument 'max_modl_len'; did you mean max_model_len"),
         (["--engine_args.dtype", "half"], r"engine_args\.dtype is set by extraction itself"),

@@ -126,6 +126,12 @@ def run_with_refused(engine, job, samples, *, skip):
     return sum(report.num_rows for report in reports), sum(report.num_failed for report in reports), summary
 
 
+def rows_of(plan, shards):
+    """Each sample's row beside the sample."""
+    samples = {sample.id: sample for sample in plan.samples}
+    return [(row, samples[row.id]) for row in shards if row.id in samples]
+
+
 def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
     plan, reports, shards, _ = capture
     ids = [row_id for row_id in shards.ids if not row_id.startswith("single-")]
@@ -135,6 +141,8 @@ def test_forty_samples_that_finish_out_of_order_give_forty_rows(capture):
     assert ids != asked  # they did finish out of order
     assert sum(report.num_rows for report in reports) == 40
     assert sum(report.num_tokens for report in reports) == sum(shards.lengths[:40])
+    said = [len(row.token_ids()) - len(plan_sample.token_ids) for row, plan_sample in rows_of(plan, shards)]
+    assert sum(report.num_said for report in reports) == sum(said) + sum(count == 0 for count in said)  # one left out
     assert verify_shards(shards.folder).problems == []
 
 
