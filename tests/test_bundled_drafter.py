@@ -53,5 +53,5 @@ def test_the_checkpoint_is_small_16_bit_and_says_where_it_comes_from() -> None:
     assert (DRAFTER / "model.safetensors").stat().st_size <= 40e6
     assert Drafter.from_pretrained(DRAFTER, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
     provenance = json.loads((DRAFTER / "provenance.json").read_text(encoding="utf-8"))
-    assert provenance["shards_header"]["weights_hash"] and provenance["metrics"]["step"] == 1500
+    assert provenance["shards_header"]["weights_hash"] and provenance["metrics"]["step"] == 6000
     assert "/tmp" not in json.dumps(provenance)
