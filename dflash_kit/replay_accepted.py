@@ -1,23 +1,26 @@
-"""How many draft tokens the rounds from many anchors accept, by every method at once: on the device, with two waits.
+"""How many draft tokens the rounds from many anchors accept, by every method at once: on the device, with a wait a stage.
 
-The first depths are looked at for all anchors; deeper ones only where they can matter, which is known from ranks and the best
-path's score. Where equal scores leave an index open, the heap tells (``num_by_heap`` counts).
+The first depths are looked at for all anchors, deeper ones only where they can matter. Once the best path of the depths looked
+at scores below the last piece of the true path that is in the tree, no deeper node comes before that piece. Where equal scores
+leave an index open, the heap tells (``num_by_heap`` counts).
 
 Shape legend: N anchors, M = B - 1 depths, n anchors that go deep, D hidden.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .replay_reach import NO_RANK
 from .replay_slots import SlotFacts
 from .target_ends import TargetEnds
 from .tree import path_indices, top_log_probs
 from .tree_levels import SLACK, TreeLevels
 
-FIRST_DEPTHS = 6
-"""Depths that every anchor's slots are given logits for."""
+STAGES = (4, 8)
+"""Depths looked at before anchors are dropped: with fewer stages more slots are given logits in vain, each costs a wait."""
 
 
 class AcceptedCounter:
@@ -42,13 +45,16 @@ class AcceptedCounter:
             hidden: (N, M, D) drafter's states of the masked slots.
             truths: (N, M) int64 true tokens at depths 1, 2, …; -1 behind the end of the response.
         """
+        truths, num_depths = truths.to(hidden.device), truths.shape[1]
         paths = _TruePaths(len(truths), self.budget, hidden.device)
-        truths = truths.to(hidden.device)
-        width, num_first = self.budget + SLACK, min(FIRST_DEPTHS, truths.shape[1])
-        paths.extend(SlotFacts.of(self.ends, hidden[:, :num_first], truths[:, :num_first], width), None)
-        deep = paths.may_go_on().nonzero()[:, 0] if num_first < truths.shape[1] else truths.new_zeros(0)
-        if len(deep):
-            paths.extend(SlotFacts.of(self.ends, hidden[deep, num_first:], truths[deep, num_first:], width), deep)
+        for start, end in itertools.pairwise([0, *(depth for depth in STAGES if depth < num_depths), num_depths]):
+            depths = slice(start, end)
+            some = paths.open
+            if not len(some):
+                break
+            paths.extend(SlotFacts.of(self.ends, hidden[some, depths], truths[some, depths], self.budget + SLACK))
+            if end < num_depths:
+                paths.close()
         accepted, is_unsure = paths.accepted(self.budgets)
         answer = torch.cat([accepted, is_unsure[:, None].long()], dim=1).cpu()
         for i in answer[:, -1].nonzero()[:, 0].tolist():
@@ -74,79 +80,87 @@ class AcceptedCounter:
 
 
 class _TruePaths:
-    """The true paths of N anchors: all at the first depths, some at the deeper ones."""
+    """The true paths of N anchors, as deep as was looked."""
 
     def __init__(self, num_anchors: int, budget: int, device: torch.device) -> None:
         self.budget = budget
-        self.levels = [TreeLevels.roots(num_anchors, budget + SLACK, device)] if budget else []
-        self.deep: Tensor | None = None
+        self.open = torch.arange(num_anchors, device=device)
+        """(n,) anchors for which deeper slots matter."""
         self.ranks = torch.zeros(num_anchors, 0, dtype=torch.long, device=device)
-        """(N, m)"""
+        """(N, m) of the true tokens; NO_RANK where it was not looked"""
         self.own = torch.zeros(num_anchors, 0, dtype=torch.float64, device=device)
         """(N, m) score of each piece of the true path"""
         self.is_unsure = torch.zeros(num_anchors, 0, dtype=torch.bool, device=device)
-        self.best = torch.zeros(num_anchors, dtype=torch.float64, device=device)
-        """(N,) score of the best path as deep as was looked."""
+        self._stages: list[tuple[Tensor, TreeLevels]] = []
+        """Anchors and the levels that were added for them."""
+        self._roots = TreeLevels.roots(num_anchors, budget + SLACK, device)
 
-    def extend(self, facts: SlotFacts, trees: Tensor | None) -> None:
-        """Take in the next depths: of all anchors, or of some (n,), which are then the only ones to have them."""
-        if trees is not None and self.levels:
-            self.levels.append(self.levels[0].of(trees))
-        own, best = (x if trees is None else x[trees] for x in (self._last_own(), self.best))
+    def extend(self, facts: SlotFacts) -> None:
+        """Take in the next depths of the open anchors."""
+        levels = self._roots
+        own = self.own[self.open, -1] if self.own.shape[1] else self.own.new_zeros(len(self.open))
         pieces = []
         # Sums from the root down in double precision, as the tree builder adds them; a library's scan adds otherwise.
         for depth in range(facts.own.shape[1]):
-            own, best = own + facts.own[:, depth].double(), best + facts.log_probs[:, depth, 0].double()
+            own = own + facts.own[:, depth].double()
             pieces.append(own)
-            if self.levels:
-                self.levels[-1].grow(facts.log_probs[:, depth], facts.ranks[:, depth])
-        self.deep, self.best = trees, best
-        self.ranks = self._with(self.ranks, facts.ranks, torch.iinfo(torch.int32).max)
+            if self.budget:
+                levels.grow(facts.log_probs[:, depth], facts.ranks[:, depth])
+        self._stages.append((self.open, levels))
+        self.ranks = self._with(self.ranks, facts.ranks, NO_RANK)
         self.own = self._with(self.own, torch.stack(pieces, dim=1), torch.nan)
         self.is_unsure = self._with(self.is_unsure, facts.is_unsure, False)
 
-    def _last_own(self) -> Tensor:
-        return self.own[:, -1] if self.own.shape[1] else torch.zeros_like(self.best)
-
     def _with(self, known: Tensor, new: Tensor, missing: float) -> Tensor:
-        """Columns behind those that are known."""
-        if self.deep is not None:
-            new = torch.full((len(known), new.shape[1]), missing, dtype=known.dtype, device=known.device).index_copy(
-                0, self.deep, new.to(known.dtype)
-            )
-        return torch.cat([known, new], dim=1)
+        """Columns of the open anchors behind those that are known."""
+        wide = torch.full((len(known), new.shape[1]), missing, dtype=known.dtype, device=known.device)
+        return torch.cat([known, wide.index_copy(0, self.open, new)], dim=1)
+
+    def close(self) -> None:
+        """Leave out anchors for which deeper slots can neither extend a true path nor put a node before its pieces."""
+        places = torch.arange(len(self.open), device=self.open.device)[self._may_go_on()[self.open]]
+        self._roots = self._stages[-1][1].of(places)
+        self.open = self.open[places]
+
+    def _may_go_on(self) -> Tensor:
+        """(N,)"""
+        looked, alive = self.ranks.shape[1], torch.zeros_like(self.chains)
+        if not self.budget:
+            return self.chains == looked
+        indices, is_tied = self._indices()
+        is_inside = ((indices < self.budget) | is_tied) & self._is_possible()
+        alive = is_inside.long().cumprod(1).sum(1)
+        last_own = self.own.gather(1, (alive - 1).clamp(min=0)[:, None])[:, 0]
+        trees, levels = self._stages[-1]
+        best = torch.full_like(last_own, -torch.inf).index_copy(0, trees, levels.scores[:, 0])
+        return (self.chains == looked) | (alive == looked) | ((alive > 0) & ~(best < last_own))
 
     @property
     def chains(self) -> Tensor:
         """(N,) leading depths at which the true token is the likeliest."""
         return (self.ranks == 0).long().cumprod(1).sum(1)
 
-    @property
-    def possible(self) -> Tensor:
-        """(N,) pieces that may be in the tree: not too many paths of no greater ranks come before them."""
-        num_before = (self.ranks + 1).double().cumprod(1).cumsum(1)
-        return (num_before <= self.budget).sum(1)
+    def _is_possible(self) -> Tensor:
+        """(N, m) whether a piece may be in the tree: not too many paths of no greater ranks come before it."""
+        return (self.ranks + 1).double().cumprod(1).cumsum(1) <= self.budget
 
-    def may_go_on(self) -> Tensor:
-        """(N,) whether deeper slots can extend the true path or put a node before one of its pieces."""
-        looked, possible = self.ranks.shape[1], self.possible
-        last_own = self.own.gather(1, (possible - 1).clamp(min=0)[:, None])[:, 0]
-        may_grow = (self.chains == looked) | (possible == looked)
-        return may_grow | ((possible > 0) & ~(self.best < last_own))
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        """(N, m) int64 nodes before each piece, and (N, m) bool whether equal scores leave that open."""
+        indices, is_tied = torch.zeros_like(self.ranks), torch.zeros_like(self.is_unsure)
+        for trees, levels in self._stages:
+            more, also_tied = levels.count(self.own[trees])
+            indices = indices.index_add(0, trees, more)
+            is_tied = is_tied.index_copy(0, trees, is_tied[trees] | also_tied)
+        return indices, is_tied
 
     def accepted(self, budgets: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(N, 1 + budgets) int64 counts, and (N,) bool whether they are left to the heap."""
-        num_anchors, num_depths = self.ranks.shape
-        depths = torch.arange(1, num_depths + 1, device=self.ranks.device)
-        chains, possible = self.chains, self.possible
-        is_open = self.is_unsure & (depths <= torch.maximum(chains, possible)[:, None])
-        if not self.levels:
-            return chains[:, None], is_open.any(1)
-        indices, is_tied = self.levels[0].count(self.own)
-        if self.deep is not None:
-            more, also_tied = self.levels[1].count(self.own[self.deep])
-            indices, is_tied = indices.index_add(0, self.deep, more), is_tied.index_put((self.deep,), also_tied, accumulate=True)
-        is_possible = depths <= possible[:, None]
-        is_open |= is_possible & (indices < self.budget) & (is_tied | ~self.own.isfinite())
+        chains, is_possible = self.chains, self._is_possible()
+        depths = torch.arange(1, self.ranks.shape[1] + 1, device=self.ranks.device)
+        is_unsure = self.is_unsure & ((depths <= chains[:, None]) | is_possible)
+        if not budgets:
+            return chains[:, None], is_unsure.any(1)
+        indices, is_tied = self._indices()
+        is_unsure |= is_possible & (indices < self.budget) & (is_tied | ~self.own.isfinite())
         inside = [((indices < budget) & is_possible).long().cumprod(1).sum(1) for budget in budgets]
-        return torch.stack([chains, *inside], dim=1), is_open.any(1)
+        return torch.stack([chains, *inside], dim=1), is_unsure.any(1)

@@ -53,7 +53,9 @@ class PackedContexts:
         )
         positions = torch.cat([torch.arange(length) for _, length in group]).to(self.device)
         found = self.drafter.context(features[None], positions)
-        return [(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()) for keys, values in found]
+        return [
+            (keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()) for keys, values in found
+        ]
 
     @torch.no_grad()
     def draft(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> Tensor:
@@ -86,7 +88,8 @@ class PackedContexts:
         slot_positions = positions[:, None] + torch.arange(config.block_size, device=self.device)
         context_positions = torch.arange(longest, device=self.device).expand(len(tokens), -1)
         cos, sin = (
-            table.view(*slot_positions.shape, -1)[:, None] for table in self.drafter.rotary(slot_positions.flatten(), dtype)
+            table.view(*slot_positions.shape, -1)[:, None]
+            for table in self.drafter.rotary(slot_positions.flatten(), dtype)
         )
         is_held = torch.cat(
             [context_positions < positions[:, None], torch.ones_like(slot_positions, dtype=torch.bool)], dim=1

@@ -56,12 +56,10 @@ def _look(logits: Tensor, truths: Tensor, num_ranks: int) -> tuple[Tensor, Tenso
     values, token_ids = best_logits(logits, num_ranks)
     truth = truths.clamp(min=0)[..., None]
     true_logits = logits.gather(-1, truth)
-    is_more = values > true_logits
-    is_before = is_more | ((values == true_logits) & (token_ids < truth))
+    is_before = (values > true_logits) | ((values == true_logits) & (token_ids < truth))
     is_cut = (values[..., -1:] == true_logits) & (vocabulary > num_ranks)
     is_known = (truths >= 0)[..., None] & log_sums.isfinite()
-    ranks = torch.where(is_cut, is_more.sum(-1, keepdim=True), is_before.sum(-1, keepdim=True))
-    ranks = torch.where(is_known, ranks, NO_RANK)
+    ranks = torch.where(is_known, is_before.sum(-1, keepdim=True), NO_RANK)
     log_probs = torch.where(log_sums.isfinite(), values - log_sums, -torch.inf)
     return log_probs, (true_logits - log_sums)[..., 0], ranks[..., 0], (is_cut & is_known)[..., 0]
 

@@ -99,9 +99,7 @@ class RowWalk:
         return RoundLog(prompt_id=self.row.id, num_accepted=tuple(step.num_accepted), cut=cut)
 
 
-def response_ranges(
-    row: Row, eos_token_ids: Sequence[int], max_new_tokens: int | None
-) -> Iterator[tuple[int, int]]:
+def response_ranges(row: Row, eos_token_ids: Sequence[int], max_new_tokens: int | None) -> Iterator[tuple[int, int]]:
     """First and last token of each response that live decoding would say: up to its first EOS, or to the limit."""
     tokens = row.token_ids()
     for span in response_spans(row.token_mask()):
