@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .drafter import Drafter
 from .masks import single_block_mask
@@ -17,8 +18,12 @@ from .target_ends import TargetEnds
 
 CONTEXT_TOKENS_AT_ONCE = 1 << 14
 """Tokens that go through the drafter's context pass together."""
-KEYS_AT_ONCE = 1 << 18
-"""Keys that a batch of blocks is given copies of: a gigabyte a layer with 8 heads of 128 in bfloat16."""
+CONTEXT_BYTES_AT_ONCE = 1 << 30
+"""Of keys and values that a batch of blocks is given copies of."""
+KEYS_TILE = 64
+"""Contexts are padded to a multiple: few shapes to allocate, and masks whose rows need no copy in attention."""
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's, which makes a plan for each new shape."""
 
 
 class PackedContexts:
@@ -39,6 +44,9 @@ class PackedContexts:
         """(R,) where each row's tokens begin."""
         self._keys_values: list[tuple[Tensor, Tensor]] = []
         """(L, G, d) of every layer"""
+        self._token_bytes = (
+            2 * len(drafter.layers) * drafter.config.num_key_value_heads * drafter.config.head_dim
+        ) * drafter.fc.weight.element_size()
         parts = [self._context(group) for group in _groups(rows, lengths)]
         if parts:
             self._keys_values = [
@@ -68,11 +76,10 @@ class PackedContexts:
         """
         order = np.argsort(positions, kind="stable")  # contexts that are read together are of similar lengths
         hidden: Tensor | None = None
-        at = 0
-        while at < len(order):
-            step = max(1, KEYS_AT_ONCE // (int(positions[order[-1]]) + self.drafter.config.block_size))
-            some = order[at : at + step]
-            at += step
+        longest = int(positions.max()) + self.drafter.config.block_size
+        step = max(1, CONTEXT_BYTES_AT_ONCE // (longest * self._token_bytes))
+        for start in range(0, len(order), step):
+            some = order[start : start + step]
             found = self._draft(*(torch.from_numpy(x[some]) for x in (self.starts[rows], positions, tokens)))
             hidden = found.new_empty(len(order), *found.shape[1:]) if hidden is None else hidden
             hidden[torch.from_numpy(some).to(self.device)] = found
@@ -80,17 +87,13 @@ class PackedContexts:
         return hidden
 
     def _draft(self, starts: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-        config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
-        longest = -(-int(positions.max()) // 8) * 8  # rows of a mask that are a multiple of 8 need no copy in attention
+        config = self.drafter.config
+        longest = -(-int(positions.max()) // KEYS_TILE) * KEYS_TILE
         starts, positions, tokens = (x.to(self.device) for x in (starts, positions, tokens))
         block_ids = torch.full((len(tokens), config.block_size), config.mask_token_id, device=self.device)
         block_ids[:, 0] = tokens
         slot_positions = positions[:, None] + torch.arange(config.block_size, device=self.device)
         context_positions = torch.arange(longest, device=self.device).expand(len(tokens), -1)
-        cos, sin = (
-            table.view(*slot_positions.shape, -1)[:, None]
-            for table in self.drafter.rotary(slot_positions.flatten(), dtype)
-        )
         is_held = torch.cat(
             [context_positions < positions[:, None], torch.ones_like(slot_positions, dtype=torch.bool)], dim=1
         )
@@ -101,14 +104,20 @@ class PackedContexts:
             )[:, None]
             for causal, window in kinds
         }
-        last = self._keys_values[0][0].shape[0] - 1
-        places = (starts[:, None] + context_positions).clamp(max=last)  # what lies behind a context is hidden
-        hidden = self.ends.embed(block_ids).to(dtype)
-        for layer, (keys, values) in zip(self.drafter.layers, self._keys_values, strict=True):
-            context = keys[places].transpose(1, 2), values[places].transpose(1, 2)
-            hidden = layer(hidden, context, cos, sin, masks[layer.self_attn.causal, layer.self_attn.window])
-        normed: Tensor = self.drafter.norm(hidden)
-        return normed[:, 1:]
+        # Behind a context its last token is repeated, and hidden: what is hidden must be finite, too.
+        places = starts[:, None] + torch.minimum(context_positions, positions[:, None] - 1).clamp(min=0)
+        contexts = [
+            (keys[places].transpose(1, 2), values[places].transpose(1, 2)) for keys, values in self._keys_values
+        ]
+        attentions = [layer.self_attn for layer in self.drafter.layers]
+        with sdpa_kernel(ATTENTION):
+            hidden = self.drafter.blocks(
+                self.ends.embed(block_ids).to(self.drafter.fc.weight.dtype),
+                slot_positions,
+                contexts,
+                [masks[attention.causal, attention.window] for attention in attentions],
+            )
+        return hidden[:, 1:]
 
 
 def _groups(rows: Sequence[Row], lengths: Sequence[int]) -> list[list[tuple[Row, int]]]:

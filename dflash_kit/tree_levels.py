@@ -92,11 +92,10 @@ class TreeLevels:
             _count_before(scores[start : start + step], splits[start : start + step], depths, own[start : start + step])
             for start in range(0, len(own), step)
         ]
-        is_open = torch.zeros_like(own, dtype=torch.bool)
-        for level in self._scores:
-            if level.shape[1] == self.width:  # nodes may have been left out, none of which scores more than the last
-                is_open |= level[:, -1:] == own
-        return torch.cat(counts), is_open
+        # Of a full level nodes may have been left out, none of which scores more than its last.
+        edges = [level[:, -1] for level in self._scores if level.shape[1] == self.width]
+        is_open = torch.stack([*edges, torch.full_like(own[:, 0], torch.inf)], dim=1)[:, None] == own[:, :, None]
+        return torch.cat(counts), is_open.any(-1)
 
 
 def _count_before(scores: Tensor, splits: Tensor, depths: Tensor, own: Tensor) -> Tensor:

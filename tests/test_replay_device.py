@@ -10,6 +10,8 @@ from drafting import tiny_drafter
 from test_replay import EOS, likely_row
 from test_tree_places import DEPTHS, VOCABULARY, in_the_tree, likely_path
 
+from decode.altered_drafter import AlteredDrafter, Change
+from decode.doctor_rotary import RotaryKind
 from dflash_kit import replay_blocks, replay_device, replay_slots, tree_levels
 from dflash_kit.drafter import Drafter
 from dflash_kit.replay import replay_row, replay_rows
@@ -96,7 +98,7 @@ def test_rounds_are_those_of_the_host(
                 if together:  # less at a time in every other way, too
                     patch.setattr(replay_device, "TOKENS_AT_ONCE", 60)
                     patch.setattr(replay_blocks, "CONTEXT_TOKENS_AT_ONCE", 40)
-                    patch.setattr(replay_blocks, "KEYS_AT_ONCE", 50)
+                    patch.setattr(replay_blocks, "CONTEXT_BYTES_AT_ONCE", 50_000)
                     patch.setattr(replay_slots, "LOGITS_AT_ONCE", 3000)
                     patch.setattr(tree_levels, "COMPARISONS_AT_ONCE", 10_000)
                 found = replay_rows(
@@ -122,6 +124,18 @@ def test_drafts_that_are_no_numbers_are_not_accepted(tiny_target: Path) -> None:
         drafter.norm.weight[0] = float("nan")
     for logs in replay_row(drafter, ends, row, [1, 64], on_device=True).values():
         assert set(logs[0].num_accepted) == {0}
+
+
+def test_an_altered_drafter_drafts_as_it_does_on_the_host(tiny_target: Path) -> None:
+    """The diagnosis replays drafters whose slots, positions and rotary embedding are not as the checkpoint says."""
+    drafter, ends = tiny_drafter(tiny_target)
+    row = likely_row(drafter, ends, prompt=6, response=25, seed=9, eos=False)
+    plain = replay_row(drafter, ends, row, [1, 64], on_device=True)
+    rotary = RotaryKind.partial(drafter.config, 0.5)
+    for change in ({"slot_zero_is_mask": True}, {"slots_behind": 1}, {"context_offset": 30}, {"rotary": rotary}):
+        altered = AlteredDrafter.of(drafter, Change(config=drafter.config, **change))
+        found = replay_row(altered, ends, row, [1, 64], on_device=True)
+        assert found == replay_row(altered, ends, row, [1, 64], on_device=False) != plain
 
 
 @pytest.mark.gpu
