@@ -15,7 +15,7 @@ engine, with fewer and shorter responses: no round may differ, nor may one of ``
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -226,18 +226,11 @@ class Bench:
             "hop": (Fleet, "hop"),
             "logs": (Fleet, "logs"),
         }
-        patches = [
-            mock.patch.object(owner, name, clocked(owner, name, stage, seconds))
-            for stage, (owner, name) in timed.items()
-        ]
         begin_s = now_s()
-        for patch in patches:
-            patch.start()
-        try:
+        with contextlib.ExitStack() as patches:
+            for stage, (owner, name) in timed.items():
+                patches.enter_context(mock.patch.object(owner, name, clocked(owner, name, stage, seconds)))
             self.replay(rows)
-        finally:
-            for patch in patches:
-                patch.stop()
         return {stage: round(spent, 4) for stage, spent in seconds.items()} | {"all": round(now_s() - begin_s, 4)}
 
 
@@ -245,13 +238,11 @@ def clocked(owner: type, name: str, stage: str, seconds: Counter[str]) -> Any:
     """A method that adds its time to a stage."""
     work: Callable[..., Any] = getattr(owner, name)
 
-    @functools.wraps(work)
     def run(*inputs: Any, **named: Any) -> Any:
         begin_s = now_s()
-        try:
-            return work(*inputs, **named)
-        finally:
-            seconds[stage] += now_s() - begin_s
+        found = work(*inputs, **named)
+        seconds[stage] += now_s() - begin_s
+        return found
 
     return staticmethod(run) if isinstance(owner.__dict__[name], classmethod) else run
 
