@@ -161,7 +161,7 @@ def work_of(
     draft, logits = Drafter.blocks, TargetEnds.logits
 
     def counted_draft(self: Drafter, noise: torch.Tensor, *rest: Any) -> torch.Tensor:
-        blocks["all"] += noise.shape[1] // self.config.block_size
+        blocks["all"] += noise.shape[:-1].numel() // self.config.block_size
         return draft(self, noise, *rest)
 
     def counted_logits(self: TargetEnds, hidden: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,10 @@ class Drafter(nn.Module):
     def blocks(
         self, noise_embeds: Tensor, slot_positions: Tensor, context: Sequence[KeyValue], masks: Sequence[Any]
     ) -> Tensor:
-        """Hidden states (1, Q, D) after the final norm of slots (1, Q, D) at positions (Q,); one mask per layer."""
+        """Hidden states (1, Q, D) after the final norm of slots (1, Q, D) at positions (Q,); one mask per layer.
+
+        Or of a batch: slots (N, Q, D) at (N, Q), keys and values (N, G, T, d), masks (N, 1, Q, T + Q).
+        """
         return self._run_layers(_run_layer, noise_embeds, slot_positions, context, masks)
 
     def _run_layers(
@@ -194,7 +197,9 @@ class Drafter(nn.Module):
         context: Sequence[KeyValue],
         masks: Sequence[Any],
     ) -> Tensor:
-        cos, sin = self.rotary(slot_positions, noise_embeds.dtype)
+        cos, sin = self.rotary(slot_positions.flatten(), noise_embeds.dtype)
+        if slot_positions.ndim == 2:
+            cos, sin = (table.view(*slot_positions.shape, -1)[:, None] for table in (cos, sin))
         slots = noise_embeds
         for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
             slots = run_layer(layer, slots, key_value, cos, sin, mask)

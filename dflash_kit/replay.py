@@ -16,6 +16,7 @@ import torch
 from .acceptance import CHAIN, DDTREE, Acceptance, RoundLog, summarise
 from .drafter import Drafter
 from .drafter_config import DrafterConfig
+from .replay_device import replay_on_device
 from .replay_draft import RowContext, draft_blocks
 from .replay_reach import Method, find_reaches
 from .replay_walk import RowWalk, response_spans
@@ -36,8 +37,9 @@ def replay(
     *,
     eos_token_ids: Sequence[int] = (),
     max_new_tokens: int | None = None,
-    anchors_per_chunk: int = ANCHORS_PER_CHUNK,
-    rows_at_once: int = ROWS_AT_ONCE,
+    anchors_per_chunk: int | None = None,
+    rows_at_once: int | None = None,
+    on_device: bool | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> dict[Method, Acceptance]:
     """Acceptance of the chain and of DDTree at every budget, over many rows.
@@ -49,8 +51,10 @@ def replay(
         budgets: tree budgets, each at least 1; may be empty.
         eos_token_ids: where a response ends; also tells an end by EOS from one by length.
         max_new_tokens: end every response there, None keeps the recorded end.
-        anchors_per_chunk: anchors drafted together; more takes more memory.
-        rows_at_once: rows whose keys and values are held at once; with few, fewer anchors are drafted together.
+        anchors_per_chunk: anchors drafted together; more takes more memory. None: what suits the device.
+        rows_at_once: rows whose keys and values are held at once; with few, fewer anchors are drafted together. None: likewise.
+        on_device: count in operations of fixed shapes, which suits GPUs, instead of as few as will do; the rounds are the same.
+            None: where ``ends`` are on a GPU.
         on_row: called after each row, in their order, to show progress.
     """
     logs: dict[Method, list[RoundLog]] = {method: [] for method in methods(drafter.config, budgets)}
@@ -63,6 +67,7 @@ def replay(
         max_new_tokens=max_new_tokens,
         anchors_per_chunk=anchors_per_chunk,
         rows_at_once=rows_at_once,
+        on_device=on_device,
     ):
         for method, responses in found.items():
             logs[method].extend(responses)
@@ -79,7 +84,8 @@ def replay_row(
     *,
     eos_token_ids: Sequence[int] = (),
     max_new_tokens: int | None = None,
-    anchors_per_chunk: int = ANCHORS_PER_CHUNK,
+    anchors_per_chunk: int | None = None,
+    on_device: bool | None = None,
 ) -> dict[Method, list[RoundLog]]:
     """Rounds of the chain and of DDTree at every budget, one log for each response in the row.
 
@@ -93,6 +99,7 @@ def replay_row(
         eos_token_ids=eos_token_ids,
         max_new_tokens=max_new_tokens,
         anchors_per_chunk=anchors_per_chunk,
+        on_device=on_device,
     )
     return found
 
@@ -105,8 +112,9 @@ def replay_rows(
     *,
     eos_token_ids: Sequence[int] = (),
     max_new_tokens: int | None = None,
-    anchors_per_chunk: int = ANCHORS_PER_CHUNK,
-    rows_at_once: int = ROWS_AT_ONCE,
+    anchors_per_chunk: int | None = None,
+    rows_at_once: int | None = None,
+    on_device: bool | None = None,
 ) -> Iterator[tuple[Row, dict[Method, list[RoundLog]]]]:
     """Each row and its rounds by method, one log for each response in it; rows in their order, taken as they are needed.
 
@@ -115,6 +123,21 @@ def replay_rows(
     if any(budget < 1 for budget in budgets):
         raise ValueError(f"budgets are {list(budgets)}; each must be at least 1")
     wanted = methods(drafter.config, budgets)
+    if on_device is None:
+        on_device = ends.head.device.type != "cpu"
+    if on_device:
+        yield from replay_on_device(
+            drafter,
+            ends,
+            rows,
+            wanted,
+            eos_token_ids=eos_token_ids,
+            max_new_tokens=max_new_tokens,
+            anchors_per_chunk=anchors_per_chunk,
+            rows_at_once=rows_at_once,
+        )
+        return
+    anchors_per_chunk, rows_at_once = anchors_per_chunk or ANCHORS_PER_CHUNK, rows_at_once or ROWS_AT_ONCE
     coming = (RowWalk(row, wanted, eos_token_ids, max_new_tokens) for row in rows)
     walks: list[RowWalk] = []
     is_more = True

@@ -43,9 +43,8 @@ class RowWalk:
         self.reaches: dict[int, Reach] = {}
         """What is known of the anchors that some method may still come to."""
         self._steps: list[list[_Steps]] = []
-        for span in response_spans(row.token_mask()):
-            first, end = _cut(self.tokens, span, eos_token_ids, max_new_tokens)
-            self._steps.append([_Steps(first, end - 1) for _ in methods])
+        for first, last in response_ranges(row, eos_token_ids, max_new_tokens):
+            self._steps.append([_Steps(first, last) for _ in methods])
 
     @property
     def is_done(self) -> bool:
@@ -98,6 +97,14 @@ class RowWalk:
         # The bonus token of a round that accepts the last token itself would stand behind the response.
         cut = ended if step.at > step.last else None
         return RoundLog(prompt_id=self.row.id, num_accepted=tuple(step.num_accepted), cut=cut)
+
+
+def response_ranges(row: Row, eos_token_ids: Sequence[int], max_new_tokens: int | None) -> Iterator[tuple[int, int]]:
+    """First and last token of each response that live decoding would say: up to its first EOS, or to the limit."""
+    tokens = row.token_ids()
+    for span in response_spans(row.token_mask()):
+        first, end = _cut(tokens, span, eos_token_ids, max_new_tokens)
+        yield first, end - 1
 
 
 def response_spans(token_mask: Tensor) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,8 @@ import drafter_choices
 import extract_gpu
 import extract_rates
 import measuring
+import replay_device
+from drafting import tiny_drafter
 
 TINY = ["--shape", "tiny", "--context", "20", "--budgets", "5,20", "--repetitions", "1"]
 on_cpu = pytest.mark.skipif(HAS_GPU, reason="with a GPU it takes its own path")
@@ -49,6 +51,28 @@ def test_hybrid_passes_are_timed_and_agree(capsys: pytest.CaptureFixture[str], t
         assert 0 < found[f"state_per_node_{budget}"]["last_layer_differs_by"] < 1e-5
     assert found["relative_error"]["of_the_path"] < 1e-5
     assert set(found["over_one_step"]) == {"0", "5", "20"}
+
+
+@on_cpu
+def test_replay_is_timed_against_live_rounds(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter, _ = tiny_drafter(tiny_target)
+    checkpoint = drafter.save_pretrained(
+        tmp_path / "drafter", dtype=torch.float32, provenance={"target": str(tiny_target)}
+    )
+    sizes = ["--prompts", "3", "--max-new-tokens", "12", "--exact-prompts", "1", "--exact-new-tokens", "6"]
+    lists = ["--budgets", "4,16", "--anchors", "8,64", "--repetitions", "1", "--limit-s", "0"]
+    replay_device.main(["--ckpt", str(checkpoint), *sizes, *lists, "--out", str(tmp_path / "r.json")])
+    found = last_line(capsys)
+    assert found == json.loads((tmp_path / "r.json").read_text())
+    assert {*found["live"]} == {"chain-7", "ddtree-4", "ddtree-16"}
+    for part in (found["replay_8"], found["replay_64"], found["exact"]):
+        assert part["against_live"]["rounds_differing"] == part["against_live"]["texts_differing"] == 0
+        assert part["against_live"]["rounds_compared"] > 0
+    assert found["replay_64"]["passes"] < found["replay_8"]["passes"]
+    assert found["exact"]["against_host"]["rounds_differing"] == 0
+    assert {"context", "draft", "accepted", "slots", "levels_grow", "all"} <= {*found["stages_s"]}
 
 
 @on_cpu

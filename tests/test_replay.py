@@ -206,6 +206,7 @@ def test_equals_live_decoding_round_for_round(tiny_target: Path) -> None:
             live = live_rounds(model, drafter, prompt, 36 - i, eos)
             row = record_row(model, drafter, prompt, live["chain", 7].token_ids)
             replayed = replay_row(drafter, ends, row, BUDGETS, eos_token_ids=eos)
+            assert replay_row(drafter, ends, row, BUDGETS, eos_token_ids=eos, on_device=True) == replayed
             for method, generation in live.items():
                 log = replayed[method][0]
                 assert (log.num_accepted, log.cut) == (generation.log.num_accepted, generation.log.cut), method
