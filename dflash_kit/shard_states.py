@@ -22,6 +22,8 @@ STORED_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP
 LAST_HIDDEN_DTYPE = torch.bfloat16
 LARGEST_CODE = torch.finfo(FP8).max
 VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
+CHUNK_TOKENS = 4096
+"""Tokens that a CPU turns into numbers at a time, so that a packed row needs no second copy in float32."""
 # All-zero states need some scale; below the smallest normal number devices differ in what they compute.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -39,9 +41,18 @@ def quantise(taps_TF: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes_TF: Tensor, scales_TK: Tensor) -> Tensor:
-    """The taps (T, F) bfloat16, on the CPU, that codes and scales stand for, computed in float32."""
-    values = VALUES.take(codes_TF.view(torch.uint8).numpy())  # torch's own conversion takes twice the time
-    values_TKD = torch.from_numpy(values).unflatten(-1, (scales_TK.shape[-1], -1))
+    """The taps (T, F) bfloat16 that codes and scales stand for, computed in float32 where they are; the same bits everywhere."""
+    if codes_TF.is_cpu:
+        parts = zip(codes_TF.split(CHUNK_TOKENS), scales_TK.split(CHUNK_TOKENS), strict=True)
+        taps = [
+            _scaled(torch.from_numpy(VALUES.take(codes.view(torch.uint8).numpy())), scales) for codes, scales in parts
+        ]
+        return taps[0] if len(taps) == 1 else torch.cat(taps)  # torch's own conversion takes twice the time
+    return _scaled(codes_TF.float(), scales_TK)
+
+
+def _scaled(values_TF: Tensor, scales_TK: Tensor) -> Tensor:
+    values_TKD = values_TF.unflatten(-1, (scales_TK.shape[-1], -1))
     return values_TKD.mul_(scales_TK[..., None]).to(torch.bfloat16).flatten(-2)
 
 
