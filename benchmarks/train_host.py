@@ -44,7 +44,7 @@ from train.job import prepare  # noqa: E402
 from train.parallel import Parallel  # noqa: E402
 from train.settings import TrainConfig  # noqa: E402
 from train.state import RunFolder  # noqa: E402
-from train.sums import StepSums  # noqa: E402
+from train.sums import PendingStep, StepSums  # noqa: E402
 from train.trainer import Trainer  # noqa: E402
 
 
@@ -185,8 +185,9 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
     clock.watch(PackedRow, "to", "row_to_device")
     clock.watch(step_module, "noise_embeddings", "embedding")
     clock.watch(step_module, "slot_losses", "loss")
-    for name in ("add", "result"):
-        clock.watch(StepSums, name, "sums")
+    clock.watch(StepSums, "add", "sums")
+    clock.watch(StepSums, "send", "sums")
+    clock.watch(PendingStep, "result", "sums")
     clock.watch(trainer.parallel.accelerator, "backward", "backward")
     clock.watch(step_module, "_apply", "optimizer")
 
