@@ -22,8 +22,8 @@ STORED_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP
 LAST_HIDDEN_DTYPE = torch.bfloat16
 LARGEST_CODE = torch.finfo(FP8).max
 VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
-CHUNK_TOKENS = 4096
-"""Tokens that a CPU turns into numbers at a time, so that a packed row needs no second copy in float32."""
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Size of the float32 numbers that codes are turned into at a time."""
 # All-zero states need some scale; below the smallest normal number devices differ in what they compute.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -42,18 +42,16 @@ def quantise(taps_TF: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes_TF: Tensor, scales_TK: Tensor) -> Tensor:
     """The taps (T, F) bfloat16 that codes and scales stand for, computed in float32 where they are; the same bits everywhere."""
-    if codes_TF.is_cpu:
-        parts = zip(codes_TF.split(CHUNK_TOKENS), scales_TK.split(CHUNK_TOKENS), strict=True)
-        taps = [
-            _scaled(torch.from_numpy(VALUES.take(codes.view(torch.uint8).numpy())), scales) for codes, scales in parts
-        ]
-        return taps[0] if len(taps) == 1 else torch.cat(taps)  # torch's own conversion takes twice the time
-    return _scaled(codes_TF.float(), scales_TK)
-
-
-def _scaled(values_TF: Tensor, scales_TK: Tensor) -> Tensor:
-    values_TKD = values_TF.unflatten(-1, (scales_TK.shape[-1], -1))
-    return values_TKD.mul_(scales_TK[..., None]).to(torch.bfloat16).flatten(-2)
+    num_taps = scales_TK.shape[-1]
+    taps_TF = codes_TF.new_empty(codes_TF.shape, dtype=torch.bfloat16)
+    chunk = max(1, CHUNK_BYTES[codes_TF.device.type] // (4 * max(codes_TF.shape[-1], 1)))
+    for taps, codes, scales in zip(*(whole.split(chunk) for whole in (taps_TF, codes_TF, scales_TK)), strict=True):
+        if codes.is_cpu:  # torch's own conversion takes twice the time
+            values = torch.from_numpy(VALUES.take(codes.view(torch.uint8).numpy()))
+        else:
+            values = codes.float()
+        taps.copy_(values.unflatten(-1, (num_taps, -1)).mul_(scales[..., None]).flatten(-2))
+    return taps_TF
 
 
 def split_captured(states_TF: Tensor, header: "ShardsHeader") -> tuple[Tensor, Tensor | None]:

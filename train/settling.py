@@ -45,7 +45,7 @@ class Settler:
         """Steps behind us once all that were begun are taken in."""
 
     def add(self, pending: PendingStep, rows: list[PackedRow], lr: float) -> None:
-        """Take in the step before this one, and this one where the host waits for the device anyway.
+        """Take in the step before this one; this one, too, where a CPU did it or a line of the log is due, whose speed is then exact.
 
         Raises:
             KitError: too many bad steps in a row, or a file cannot be written.
@@ -53,7 +53,7 @@ class Settler:
         self.settle()
         self._held = BegunStep(pending=pending, lr=lr, ids=[row_id for row in rows for row_id in row.ids])
         self.num_begun += 1
-        if not self._trainer.reads_late:
+        if not self._trainer.reads_late or self.num_begun % self._trainer.job.config.log_every_steps == 0:
             self.settle()
 
     def settle(self) -> None:
