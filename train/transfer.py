@@ -36,15 +36,23 @@ class Bundle:
         return bundle
 
     def tensors(self) -> list[Tensor]:
-        """The tensors, as views of the buffer."""
+        """The tensors, in the buffer's own memory.
+
+        They are no views in autograd's sense: compilers look at a view's base, too, whose size differs from row to row.
+        """
+        memory = self.buffer.untyped_storage()
         return [
-            self.buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self.buffer.new_empty(0, dtype=dtype).set_(memory, start // dtype.itemsize, shape, _strides(shape))
             for dtype, shape, start in self.parts
         ]
 
     def to(self, device: torch.device) -> "Bundle":
         """A copy on a device, which the host does not wait for where the buffer is pinned."""
         return Bundle(self.buffer.to(device, non_blocking=True), self.parts)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def read_later(numbers: Tensor) -> Callable[[], list[float]]:
