@@ -1,5 +1,6 @@
 """Reads the packed rows of coming steps while the current one is computed."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +20,8 @@ def reading_threads(num_threads: int) -> ThreadPoolExecutor:
     Otherwise each would start an OpenMP team as large as the machine, and the thread that trains would have to share its core.
     """
     # The public ``set_num_threads`` is what some libraries replace; the setting counts for the calling thread.
-    alone = num_threads == 1
-    return ThreadPoolExecutor(
-        max_workers=num_threads,
-        thread_name_prefix="feed",
-        initializer=None if alone else torch._C.set_num_threads,
-        initargs=() if alone else (1,),
-    )
+    one_core = functools.partial(torch._C.set_num_threads, 1)
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="feed", initializer=one_core if num_threads > 1 else None)
 
 
 class Feed:
