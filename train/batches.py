@@ -229,9 +229,10 @@ class RowPacker:
     def _lay_taps(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Taps (T, K * D), or float8 codes and their scales (T, K)."""
         header = self.shards.header
-        dtype, pin = STORED_DTYPES[header.dtype], self.pins
-        # Bytes, not float8: few operations know that type.
-        laid_dtype, is_fp8 = (torch.uint8, True) if header.dtype == "fp8" else (dtype, False)
+        is_fp8 = header.dtype == "fp8"
+        pin = self.pins and (self.keeps_codes or not is_fp8)
+        dtype = STORED_DTYPES[header.dtype]
+        laid_dtype = torch.uint8 if is_fp8 else dtype  # few operations know float8
         states = [row.hidden_states.view(laid_dtype) for row in rows]
         empty = torch.zeros(1, header.row_width, dtype=laid_dtype)
         features = lay_states(states, lengths, self.seq_len, empty, pin=pin).view(dtype)
@@ -239,7 +240,10 @@ class RowPacker:
             return features, None
         parts = [row.scales for row in rows if row.scales is not None]
         scales = lay_states(parts, lengths, self.seq_len, torch.zeros(1, header.num_taps), pin=pin)
-        return (features, scales) if self.keeps_codes else (dequantise(features, scales), None)
+        if self.keeps_codes:
+            return features, scales
+        taps = dequantise(features, scales)
+        return taps.pin_memory() if self.pins else taps, None
 
     def _lay_last_hidden(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tensor:
         states = [row.last_hidden for row in rows if row.last_hidden is not None]  # the header was asked before
