@@ -22,6 +22,8 @@ STORED_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP
 LAST_HIDDEN_DTYPE = torch.bfloat16
 LARGEST_CODE = torch.finfo(FP8).max
 VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Size of the float32 numbers that codes are turned into at a time."""
 # All-zero states need some scale; below the smallest normal number devices differ in what they compute.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -39,10 +41,17 @@ def quantise(taps_TF: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes_TF: Tensor, scales_TK: Tensor) -> Tensor:
-    """The taps (T, F) bfloat16, on the CPU, that codes and scales stand for, computed in float32."""
-    values = VALUES.take(codes_TF.view(torch.uint8).numpy())  # torch's own conversion takes twice the time
-    values_TKD = torch.from_numpy(values).unflatten(-1, (scales_TK.shape[-1], -1))
-    return values_TKD.mul_(scales_TK[..., None]).to(torch.bfloat16).flatten(-2)
+    """The taps (T, F) bfloat16 that codes and scales stand for, computed in float32 where they are; the same bits everywhere."""
+    num_taps = scales_TK.shape[-1]
+    taps_TF = codes_TF.new_empty(codes_TF.shape, dtype=torch.bfloat16)
+    chunk = max(1, CHUNK_BYTES[codes_TF.device.type] // (4 * max(codes_TF.shape[-1], 1)))
+    for taps, codes, scales in zip(*(whole.split(chunk) for whole in (taps_TF, codes_TF, scales_TK)), strict=True):
+        if codes.is_cpu:  # torch's own conversion takes twice the time
+            values = torch.from_numpy(VALUES.take(codes.view(torch.uint8).numpy()))
+        else:
+            values = codes.float()
+        taps.copy_(values.unflatten(-1, (num_taps, -1)).mul_(scales[..., None]).flatten(-2))
+    return taps_TF
 
 
 def split_captured(states_TF: Tensor, header: "ShardsHeader") -> tuple[Tensor, Tensor | None]:

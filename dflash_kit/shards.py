@@ -110,6 +110,10 @@ class Shards(Sequence[Row]):
         """A row; ``KitError`` when its shard is missing, of another header, or damaged."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return with_readable_states(self.stored(index))
+
+    def stored(self, index: int) -> Row:
+        """A row as it is stored: of fp8 shards codes and scales; otherwise as ``[index]``."""
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"row {index} of {len(self)}")
@@ -119,7 +123,7 @@ class Shards(Sequence[Row]):
             file = self._file(shard_index)
         row, checksum = file.row(position - first)
         self._verify(row, checksum, position, file.path)
-        return with_readable_states(row)
+        return row
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))

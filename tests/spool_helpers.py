@@ -29,14 +29,14 @@ import json, os, sys
 import train.loop as loop
 from dflash_kit.errors import run_cli
 from train.cli import main
-real = loop.train_step
+real = loop.begin_step
 def recorded(trainer, rows, lr, **more):
     result = real(trainer, rows, lr, **more)
     line = {"step": trainer.counters.step, "rank": trainer.parallel.rank, "ids": [i for row in rows for i in row.ids]}
     with open(os.environ["STEPS_FILE"], "a") as file:
         file.write(json.dumps(line) + "\\n")
     return result
-loop.train_step = recorded
+loop.begin_step = recorded
 sys.exit(run_cli(main))
 """
 

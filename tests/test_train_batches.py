@@ -197,7 +197,7 @@ def test_feature_noise_follows_the_key_and_the_taps_own_size(shards_folder: Path
 def test_the_feed_equals_direct_reads(shards_folder: Path, num_threads: int) -> None:
     packer = make_packer(shards_folder)
     plan = PackingPlan(lengths_of(shards_folder), seq_len=64, rows_per_step=3, seed=0)
-    feed = Feed(plan, packer, rank=1, world_size=2, last_row=None, prefetch=3, fixed_shapes=True, pin=False,
+    feed = Feed(plan, packer, rank=1, world_size=2, last_row=None, prefetch=3, fixed_shapes=True,
                 num_threads=num_threads)  # fmt: skip
     for step, future in enumerate(feed.steps(5, 40), start=5):
         expected = [packer(index) for index in plan.step(step, 1, 2)]

@@ -342,7 +342,7 @@ def test_a_repository_that_moved_on_does_not_disturb_a_run_under_way(
 # -- resuming -------------------------------------------------------------------------------------------------------
 
 
-def kill(shards: Path, out: Path, init: Path | str, place: str = "train_step", call: int = 7) -> None:
+def kill(shards: Path, out: Path, init: Path | str, place: str = "begin_step", call: int = 7) -> None:
     with pytest.MonkeyPatch.context() as patch:
         cut_power(patch, sys.modules["train.loop"], place, call)
         with pytest.raises(PowerCutError):
@@ -360,9 +360,9 @@ def unbroken(shards_folder: Path, begun_from: Path, tmp_path_factory: pytest.Tem
     ("place", "call"),
     [
         ("record_replay", 1),  # before the first replay
-        ("train_step", 1),  # behind it, with nothing saved
-        ("train_step", 3),
-        ("train_step", 7),  # between two saved states
+        ("begin_step", 1),  # behind it, with nothing saved
+        ("begin_step", 3),
+        ("begin_step", 7),  # between two saved states
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(
@@ -428,7 +428,7 @@ def test_another_drafter_at_the_same_place_is_refused(shards_folder: Path, begun
 def test_a_run_without_it_cannot_go_on_with_it(shards_folder: Path, begun_from: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        cut_power(patch, sys.modules["train.loop"], "train_step", 7)
+        cut_power(patch, sys.modules["train.loop"], "begin_step", 7)
         with pytest.raises(PowerCutError):
             main(small_run(shards_folder, out, data__feature_noise=0.05))
     assert RunFolder(out).steps() == [4]

@@ -151,7 +151,7 @@ def stopped(shards_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A run with an average, that died behind its state of step 8."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        cut_power(patch, loop, "train_step", 10)
+        cut_power(patch, loop, "begin_step", 10)
         with pytest.raises(PowerCutError):
             main(arguments(shards_folder, out, **AVERAGED))
     return out

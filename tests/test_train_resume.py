@@ -51,9 +51,9 @@ def arguments(shards: Path, out: Path, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "name", "call"),
     [
-        ("train.loop", "train_step", 1),  # before anything was saved
-        ("train.loop", "train_step", 7),  # between two saved states
-        ("train.loop", "train_step", 9),  # right behind a saved state
+        ("train.loop", "begin_step", 1),  # before anything was saved
+        ("train.loop", "begin_step", 7),  # between two saved states
+        ("train.loop", "begin_step", 9),  # right behind a saved state
         ("train.loop", "record_replay", 1),
         ("train.loop", "save", 2),
         ("train.outcome", "save_state", 2),  # the checkpoint is written, the state is not
@@ -93,7 +93,7 @@ def unbroken_with_options(shards_folder: Path, tmp_path_factory: pytest.TempPath
     return out
 
 
-@pytest.mark.parametrize(("place", "name", "call"), [("train.loop", "train_step", 7), ("train.state", "_publish", 2)])
+@pytest.mark.parametrize(("place", "name", "call"), [("train.loop", "begin_step", 7), ("train.state", "_publish", 2)])
 def test_muon_average_and_schedule_resume_bit_for_bit(
     shards_folder: Path, unbroken_with_options: Path, tmp_path: Path, place: str, name: str, call: int
 ) -> None:
@@ -197,7 +197,7 @@ def test_changed_settings_are_refused_with_both_values(
 def begun_run(shards: Path, out: Path) -> Path:
     """A run that died before its first step."""
     with pytest.MonkeyPatch.context() as patch:
-        cut_power(patch, loop, "train_step", 1)
+        cut_power(patch, loop, "begin_step", 1)
         with pytest.raises(PowerCutError):
             main(arguments(shards, out))
     return out
@@ -243,7 +243,7 @@ def test_a_finished_run_is_left_alone(shards_folder: Path, unbroken: Path, capsy
 def test_a_damaged_state_is_named(shards_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        cut_power(patch, loop, "train_step", 7)
+        cut_power(patch, loop, "begin_step", 7)
         with pytest.raises(PowerCutError):
             main(arguments(shards_folder, out))
     place = RunFolder(out).step_folder(4) / "optimizer.pt"

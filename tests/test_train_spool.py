@@ -114,7 +114,7 @@ def test_steps_hold_every_row_once_whatever_the_windows_and_the_restarts(
     ("place", "name", "call"),
     [
         ("train.spool_feed", "keep_held_out", 1),
-        ("train.loop", "train_step", 6),
+        ("train.loop", "begin_step", 6),
         ("train.spool_source", "sync_folder", 1),  # it is saved, and nothing is journalled as used
         ("train.spool_source", "sync_folder", 2),
         ("train.loop", "finish", 1),

@@ -103,7 +103,7 @@ def test_tensorboard_gets_every_number_and_goes_on_after_a_kill(
     out = tmp_path / "out"
     arguments = small_run(shards_folder, out, report_to="tensorboard")
     with monkeypatch.context() as patch:
-        cut_power(patch, loop, "train_step", 7)
+        cut_power(patch, loop, "begin_step", 7)
         with pytest.raises(PowerCutError):
             main(arguments)
     assert main(arguments) == 0
@@ -121,7 +121,7 @@ def test_wandb_gets_every_number_and_an_interrupted_run_keeps_its_id(
     out = tmp_path / "out"
     arguments = small_run(shards_folder, out, report_to="wandb")
     with monkeypatch.context() as patch:
-        cut_power(patch, loop, "train_step", 7)
+        cut_power(patch, loop, "begin_step", 7)
         with pytest.raises(PowerCutError):
             main(arguments)
     monkeypatch.setenv("WANDB_PROJECT", "ours")

@@ -80,7 +80,7 @@ def make_shards(
                     id=f"{prefix}-{number}",
                     input_ids=said[:-1].to(torch.int32),
                     loss_mask=torch.arange(len(said) - 1) >= 4,
-                    hidden_states=states.to(getattr(torch, dtype)),
+                    hidden_states=states.to(getattr(torch, dtype, torch.bfloat16)),
                     next_token=int(said[-1]),
                     last_hidden=None if head is None else head[said[1:]].bfloat16(),
                 )

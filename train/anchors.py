@@ -54,13 +54,13 @@ def draw_anchors(
     """
     candidates = eligible_anchors(documents, supervised).nonzero().flatten().numpy()
     owners = documents.numpy()[candidates]
-    present, counts = np.unique(owners, return_counts=True)
+    _, counts = np.unique(owners, return_counts=True)
     keys = row_generator(seed, epoch, row).random(len(candidates))
-    chosen = [
-        candidates[owners == document][np.argsort(keys[owners == document], kind="stable")[:quota]]
-        for document, quota in zip(present, document_quotas(counts.tolist(), num_anchors), strict=True)
-    ]
-    drawn = np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
+    # The lowest keys of each document, all documents at once: one after the other they would take a call or five each.
+    quotas = document_quotas(counts.tolist(), num_anchors)
+    ranks = np.arange(len(candidates)) - np.repeat(np.cumsum(counts) - counts, counts)
+    by_document = np.lexsort((keys, owners))
+    drawn = np.sort(candidates[by_document[ranks < np.repeat(quotas, counts)]])
     anchors, used = torch.zeros(num_anchors, dtype=torch.int64), torch.zeros(num_anchors, dtype=torch.bool)
     anchors[: len(drawn)] = torch.from_numpy(drawn)
     used[: len(drawn)] = True

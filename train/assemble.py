@@ -72,13 +72,12 @@ def assemble(job: Job, parallel: Parallel, folder: RunFolder) -> Trainer:
     else:
         feed = Feed(
             job.plan,
-            job.packer,
+            job.packer.for_gpu() if on_gpu else job.packer,
             rank=parallel.rank,
             world_size=parallel.world_size,
             last_row=job.last_row,
             prefetch=config.data.prefetch,
             fixed_shapes=on_gpu,
-            pin=on_gpu,
             num_threads=config.data.prefetch + 1 if on_gpu else 1,
         )
     validation = None

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from dflash_kit.errors import KitError
 
-from .batches import PackedRow
 from .counters import Counters, writes
 from .sums import StepResult
 
@@ -22,15 +21,15 @@ REMEDIES = {
 }
 
 
-def note_bad_step(trainer: "Trainer", rows: Sequence[PackedRow], result: StepResult) -> None:
-    """Write down the rows of a step that was skipped; all processes call it.
+def note_bad_step(trainer: "Trainer", own_ids: Sequence[str], result: StepResult) -> None:
+    """Write down the conversations of a step that was skipped, this process's own among them; all processes call it.
 
     Raises:
         KitError: it is one too many in a row, or it cannot be written.
     """
     counters, folder, parallel = trainer.counters, trainer.folder, trainer.parallel
     reason = NOTHING_TO_LEARN if result.grad_norm is None else NOT_FINITE
-    ids = [row_id for part in parallel.gather([i for row in rows for i in row.ids]) for row_id in part]
+    ids = [row_id for part in parallel.gather(list(own_ids)) for row_id in part]
     line = {"step": counters.step, "reason": reason, "loss": _mean_loss(result), "ids": ids}
 
     def write() -> None:

@@ -6,7 +6,7 @@ what they should say and how much they weigh. So the global normalisation is kno
 Shape legend: T tokens of a packed row, K taps, D hidden size, N blocks, B block size, M slots with a weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from dflash_kit.errors import KitError
 from dflash_kit.masks import BlockLayout
-from dflash_kit.shard_states import LAST_HIDDEN_DTYPE
+from dflash_kit.shard_states import LAST_HIDDEN_DTYPE, STORED_DTYPES, dequantise
 from dflash_kit.shards import Row, Shards
 
 from .anchors import draw_anchors, row_generator
+from .laying import lay_states, lay_tokens
 from .losses import decay_weights
 from .packing import PackedIndex
+from .transfer import Bundle
 
 NOISE_STREAM = 2
 SLOT_STREAM = 4
@@ -35,7 +37,8 @@ class PackedRow:
     token_ids: Tensor
     """(T,) int64; 0 in the unfilled tail."""
     features: Tensor
-    """(T, K * D) taps, zero where a token has no state (the last one said) and in the tail."""
+    """(T, K * D) taps, zero where a token has no state (the last one said) and in the tail; float8 codes where there are
+    ``scales``."""
     layout: BlockLayout
     """Positions, documents (-1 in the tail), anchors and which blocks are used."""
     slots: Tensor
@@ -49,6 +52,12 @@ class PackedRow:
     last_hidden: Tensor | None = None
     """(T, D) output of the target's last layer before the final norm, zero where a token has no state; None where the
     loss does without."""
+    scales: Tensor | None = None
+    """(T, K) float32: the taps are codes * scales; None where ``features`` are the taps themselves."""
+    flops: float = 0.0
+    """Operations of a forward and backward pass over it."""
+    bundle: Bundle | None = None
+    """The small tensors once more, side by side, as ``to`` copies them."""
     unreadable: tuple[tuple[str, str], ...] = ()
     """Id and what is wrong, of each conversation that was left out because it cannot be read."""
 
@@ -78,6 +87,8 @@ class PackedRow:
             self,
             token_ids=self.token_ids[:tokens],
             features=self.features[:tokens],
+            scales=None if self.scales is None else self.scales[:tokens],
+            bundle=None,
             last_hidden=None if self.last_hidden is None else self.last_hidden[:tokens],
             layout=BlockLayout(
                 layout.positions[:tokens],
@@ -88,33 +99,42 @@ class PackedRow:
             ),
         )
 
-    def pinned(self) -> "PackedRow":
-        """The same with its large tensors in pinned memory, for asynchronous copies to a GPU."""
-        last_hidden = None if self.last_hidden is None else self.last_hidden.pin_memory()
-        return replace(self, features=self.features.pin_memory(), last_hidden=last_hidden)
+    @property
+    def small_tensors(self) -> list[Tensor]:
+        """All but the states; those whose sizes vary come last."""
+        layout = self.layout
+        fixed = [self.token_ids, layout.positions, layout.documents, layout.anchors, layout.used]
+        return [*fixed, self.slots, self.labels, self.weights]
+
+    def bundled(self, *, pin: bool) -> "PackedRow":
+        """The same, ready to be copied in few pieces; ``pin`` where the host is not to wait for the copies."""
+        return replace(self, bundle=Bundle.of(self.small_tensors, pin=pin))
 
     def to(self, device: torch.device, feature_dtype: torch.dtype) -> "PackedRow":
-        """Copy to a device; features also to the dtype that the drafter computes in."""
-        layout = self.layout
+        """Copy to a device; taps also to the dtype that the drafter computes in."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
+        if self.bundle is None:
+            small = [move(tensor) for tensor in self.small_tensors]
+        else:
+            small = self.bundle.to(device).tensors()
+        token_ids, positions, documents, anchors, used, slots, labels, weights = small
+        features = move(self.features)
+        if self.scales is not None:
+            features = dequantise(features, move(self.scales))
         return replace(
             self,
-            token_ids=move(self.token_ids),
-            features=move(self.features).to(feature_dtype),
+            token_ids=token_ids,
+            features=features.to(feature_dtype),
+            scales=None,
+            bundle=None,
             last_hidden=None if self.last_hidden is None else move(self.last_hidden),
-            layout=BlockLayout(
-                move(layout.positions),
-                move(layout.documents),
-                move(layout.anchors),
-                move(layout.used),
-                layout.block_size,
-            ),
-            slots=move(self.slots),
-            labels=move(self.labels),
-            weights=move(self.weights),
+            layout=BlockLayout(positions, documents, anchors, used, self.layout.block_size),
+            slots=slots,
+            labels=labels,
+            weights=weights,
         )
 
 
@@ -142,6 +162,16 @@ class RowPacker:
     """Read the target's last hidden states, too."""
     skip_unreadable: bool = False
     """Leave out conversations that cannot be read, and say so in the packed row."""
+    count_flops: Callable[[PackedRow], float] | None = None
+    """Counts a packed row's operations; None leaves 0."""
+    keeps_codes: bool = False
+    """Hand out float8 states as they are stored, for the device to turn into taps; not together with noise."""
+    pins: bool = False
+    """Lay the states into pinned memory."""
+
+    def for_gpu(self) -> "RowPacker":
+        """The same for a GPU: half the bytes of fp8 shards to copy, and nothing that the host waits for."""
+        return replace(self, keeps_codes=not self.feature_noise, pins=True)
 
     def __call__(self, index: PackedIndex) -> PackedRow:
         """Read, lay out and weigh one packed row.
@@ -150,38 +180,44 @@ class RowPacker:
             KitError: a shard of it is unreadable or damaged.
         """
         rows, unreadable = self._read(index)
-        token_ids, supervised, features, positions, documents, num_cut = self._lay_out(rows)
+        laid = lay_tokens(rows, self.seq_len)
+        features, scales = self._lay_taps(rows, laid.lengths)
         if self.feature_noise:
             self._add_noise(features, index)
+        token_ids, supervised = laid.token_ids, laid.supervised
         anchors, used = draw_anchors(
-            documents, supervised, self.num_anchors, seed=self.seed, epoch=index.epoch, row=index.row
+            laid.documents, supervised, self.num_anchors, seed=self.seed, epoch=index.epoch, row=index.row
         )
-        layout = BlockLayout(positions, documents, anchors, used, self.block_size)
+        layout = BlockLayout(laid.positions, laid.documents, anchors, used, self.block_size)
         slots, labels, weights = weigh_slots(layout, token_ids, supervised, self.gamma)
         if self.sample_slots:
             draws = row_generator(self.seed, index.epoch, index.row, SLOT_STREAM).random(len(weights))
             kept = torch.from_numpy(draws).float() < weights
             slots, labels, weights = slots[kept], labels[kept], torch.ones(int(kept.sum()))
-        return PackedRow(
+        packed = PackedRow(
             index=index,
             ids=tuple(row.id for row in rows),
             token_ids=token_ids,
             features=features,
+            scales=scales,
             layout=layout,
             slots=slots,
             labels=labels,
             weights=weights,
-            num_cut_tokens=num_cut,
-            last_hidden=self._lay_out_last_hidden(rows) if self.with_last_hidden else None,
+            num_cut_tokens=laid.num_cut_tokens,
+            last_hidden=self._lay_last_hidden(rows, laid.lengths) if self.with_last_hidden else None,
             unreadable=unreadable,
         )
+        flops = 0.0 if self.count_flops is None else self.count_flops(packed)
+        packed = replace(packed, flops=flops)
+        return packed.bundled(pin=True) if self.pins else packed
 
     def _read(self, index: PackedIndex) -> tuple[list[Row], tuple[tuple[str, str], ...]]:
         """The conversations, and of those that are left out, id and what is wrong."""
         rows, unreadable = [], []
         for place in (self.row_indices[i] for i in index.members):
             try:
-                rows.append(self.shards[place])
+                rows.append(self.shards.stored(place))
             except KitError as error:
                 if not self.skip_unreadable:
                     raise KitError(
@@ -190,38 +226,29 @@ class RowPacker:
                 unreadable.append((self.shards.ids[place], str(error)))
         return rows, tuple(unreadable)
 
-    def _lay_out(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    def _lay_taps(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Taps (T, K * D), or float8 codes and their scales (T, K)."""
         header = self.shards.header
-        token_ids = torch.zeros(self.seq_len, dtype=torch.int64)
-        supervised = torch.zeros(self.seq_len, dtype=torch.bool)
-        features = torch.zeros(self.seq_len, header.row_width, dtype=header.states_dtype)
-        positions = torch.zeros(self.seq_len, dtype=torch.int64)
-        documents = torch.full((self.seq_len,), -1, dtype=torch.int64)
-        start = num_cut = 0
-        for document, row in enumerate(rows):
-            tokens = row.token_ids()
-            length = min(len(tokens), self.seq_len - start)
-            num_cut += len(tokens) - length
-            span = slice(start, start + length)
-            token_ids[span] = tokens[:length]
-            supervised[span] = row.token_mask()[:length]
-            states = row.hidden_states[:length]
-            features[start : start + len(states)] = states
-            positions[span] = torch.arange(length)
-            documents[span] = document
-            start += length
-        return token_ids, supervised, features, positions, documents, num_cut
+        is_fp8 = header.dtype == "fp8"
+        pin = self.pins and (self.keeps_codes or not is_fp8)
+        dtype = STORED_DTYPES[header.dtype]
+        laid_dtype = torch.uint8 if is_fp8 else dtype  # few operations know float8
+        states = [row.hidden_states.view(laid_dtype) for row in rows]
+        empty = torch.zeros(1, header.row_width, dtype=laid_dtype)
+        features = lay_states(states, lengths, self.seq_len, empty, pin=pin).view(dtype)
+        if not is_fp8:
+            return features, None
+        parts = [row.scales for row in rows if row.scales is not None]
+        scales = lay_states(parts, lengths, self.seq_len, torch.zeros(1, header.num_taps), pin=pin)
+        if self.keeps_codes:
+            return features, scales
+        taps = dequantise(features, scales)
+        return taps.pin_memory() if self.pins else taps, None
 
-    def _lay_out_last_hidden(self, rows: Sequence[Row]) -> Tensor:
-        laid = torch.zeros(self.seq_len, self.shards.header.hidden_size, dtype=LAST_HIDDEN_DTYPE)
-        start = 0
-        for row in rows:
-            assert row.last_hidden is not None, "the header was asked before"
-            length = min(len(row.token_ids()), self.seq_len - start)
-            states = row.last_hidden[:length]
-            laid[start : start + len(states)] = states
-            start += length
-        return laid
+    def _lay_last_hidden(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tensor:
+        states = [row.last_hidden for row in rows if row.last_hidden is not None]  # the header was asked before
+        empty = torch.zeros(1, self.shards.header.hidden_size, dtype=LAST_HIDDEN_DTYPE)
+        return lay_states(states, lengths, self.seq_len, empty, pin=self.pins)
 
     def _add_noise(self, features: Tensor, index: PackedIndex) -> None:
         """Gaussian noise that depends on nothing but (seed, epoch, row)."""

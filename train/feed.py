@@ -1,14 +1,27 @@
 """Reads the packed rows of coming steps while the current one is computed."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from .batches import PackedRow, RowPacker
 from .counters import Counters
 from .packing import PackingPlan
 from .schedule import Horizon
+
+
+def reading_threads(num_threads: int) -> ThreadPoolExecutor:
+    """Threads that read packed rows. Several share the cores, so each is to use one.
+
+    Otherwise each would start an OpenMP team as large as the machine, and the thread that trains would have to share its core.
+    """
+    # The public ``set_num_threads`` is what some libraries replace; the setting counts for the calling thread.
+    one_core = functools.partial(torch._C.set_num_threads, 1)
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="feed", initializer=one_core if num_threads > 1 else None)
 
 
 class Feed:
@@ -24,7 +37,6 @@ class Feed:
         last_row: packed rows of the whole run, None without an end.
         prefetch: steps to read ahead.
         fixed_shapes: keep unfilled tails and unused blocks (GPUs), or trim them (CPU).
-        pin: put tensors into pinned memory, for asynchronous copies to a GPU.
         num_threads: that read, a step each.
     """
 
@@ -38,12 +50,11 @@ class Feed:
         last_row: int | None,
         prefetch: int,
         fixed_shapes: bool,
-        pin: bool,
         num_threads: int = 1,
     ) -> None:
         self._plan, self._packer = plan, packer
         self._rank, self._world_size, self._last_row = rank, world_size, last_row
-        self._prefetch, self._fixed_shapes, self._pin = prefetch, fixed_shapes, pin
+        self._prefetch, self._fixed_shapes = prefetch, fixed_shapes
         self._num_threads = num_threads
         self._plan_lock = threading.Lock()
         self._end = 0
@@ -51,7 +62,7 @@ class Feed:
     def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]] | None"]:
         """One future for each step from ``first`` to ``end`` (exclusive); a failed read raises from its result."""
         self._end = end
-        with ThreadPoolExecutor(max_workers=self._num_threads, thread_name_prefix="feed") as pool:
+        with reading_threads(self._num_threads) as pool:
             ahead: list[Future[list[PackedRow]]] = []
             coming = iter(range(first, end))
             try:
@@ -101,6 +112,4 @@ class Feed:
     def _finished(self, rows: list[PackedRow]) -> list[PackedRow]:
         if not self._fixed_shapes:
             rows = [row.trimmed() for row in rows]
-        if self._pin:  # only the tensors that are large; the others are copied in no time
-            rows = [row.pinned() for row in rows]
         return rows

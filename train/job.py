@@ -80,6 +80,7 @@ class Job:
             sample_slots=self.config.loss.sample_slots,
             with_last_hidden=self.objective.needs_target,
             skip_unreadable=data.skip_unreadable,
+            count_flops=self.flop_counter,
         )
 
     @property

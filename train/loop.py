@@ -1,4 +1,4 @@
-"""The training loop: read ``train`` from top to bottom, then ``train_step``.
+"""The training loop: read ``train`` from top to bottom, then ``begin_step``.
 
 Every process runs the same steps. What one of them finds out alone (a damaged shard, a request to stop) travels with
 the sums that are exchanged anyway, so that they always stop together.
@@ -12,16 +12,16 @@ import torch
 
 from dflash_kit.errors import KitError
 
-from .bad_steps import note_bad_step, require_applied
+from .bad_steps import require_applied
 from .batches import PackedRow
-from .counters import Counters
 from .job import Job
 from .outcome import finish, record_replay, save
 from .progress import Meter, Reporter, step_line
 from .rates import matrix_rate
 from .schedule import Horizon, learning_rate
+from .settling import Settler
 from .state import load_state
-from .step import train_step
+from .step import begin_step
 from .stopping import StopRequest
 from .sums import StepResult
 from .tracking import Tracker
@@ -51,40 +51,41 @@ def train(trainer: Trainer, argv: list[str] | None) -> int:
         if job.origin is not None and counters.step == 0:
             with meter.paused():
                 record_replay(trainer, reporter, argv)
+        steps = Settler(trainer, reporter, meter, lambda lr, result: _log(trainer, reporter, meter, lr, result))
         for future in _timed(feed.steps(counters.step, job.max_steps), meter):
             if future is None:  # a spool, whose extractor is behind
+                steps.settle()
                 if _wait(trainer, reporter, meter, argv, stop_asked=stop.asked):
                     return 0
                 continue
             t0 = time.perf_counter()
             rows, error = _take(future)
             meter.data_wait_s += time.perf_counter() - t0
-            lr = rate_at(job, feed.horizon(counters.step))
-            result = train_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
-            _count(counters, result)
-            reporter.say_unreadable(result.unreadable, counters.unreadable_rows)
-            if result.applied and trainer.average is not None:
-                trainer.average.update(trainer.drafter, counters.step - counters.skipped_steps)
-            _measure(meter, result)
-            max_steps = feed.horizon(counters.step).steps
-            reporter.advance(counters.step, result.loss_sum / max(result.weight_sum, 1e-9), max_steps)
-            last = feed.is_last(counters.step)
-            if last or counters.step % config.log_every_steps == 0:
-                _log(trainer, reporter, meter, lr, result)
-            if not result.applied:
-                note_bad_step(trainer, rows, result)
+            lr = rate_at(job, feed.horizon(steps.num_begun))
+            try:
+                pending = begin_step(trainer, rows, lr, error=error, stop_asked=stop.asked)
+            except KitError:  # in all processes, which all have the step before still to take in
+                steps.settle()
+                raise
+            steps.add(pending, rows, lr)
+            step = steps.num_begun
+            last, stops = feed.is_last(step), pending.stop_asked
+            due = step % config.save_every_steps == 0 or feed.wants_save(step)
+            replays = last or (config.replay.every_steps > 0 and step % config.replay.every_steps == 0)
+            if not (last or stops or due or replays):
+                continue
+            steps.settle()
             if last:
                 require_applied(counters)
-            every = config.replay.every_steps
             with meter.paused():
-                if last or (every and counters.step % every == 0):
+                if replays:
                     record_replay(trainer, reporter, argv)
-                due = counters.step % config.save_every_steps == 0 or feed.wants_save(counters.step)
-                if last or result.stop_asked or due:
+                if last or stops or due:
                     save(trainer, argv)
-            if result.stop_asked and not last:
+            if stops and not last:
                 reporter.say(f"stopped at step {counters.step} as asked; the same command goes on from there")
                 return 0
+        steps.settle()
         require_applied(counters)
         if job.spool is not None:
             with meter.paused():
@@ -160,25 +161,6 @@ def _take(future: Future[list[PackedRow]]) -> tuple[list[PackedRow], KitError | 
         return future.result(), None
     except KitError as error:
         return [], error
-
-
-def _count(counters: Counters, result: StepResult) -> None:
-    counters.step += 1
-    counters.tokens += result.tokens
-    counters.cut_tokens += result.cut_tokens
-    counters.unreadable_rows += len(result.unreadable)
-    counters.skipped_steps += not result.applied
-    counters.bad_in_a_row = 0 if result.applied else counters.bad_in_a_row + 1
-
-
-def _measure(meter: Meter, result: StepResult) -> None:
-    meter.steps += 1
-    meter.tokens += result.tokens
-    meter.flops += result.flops
-    if result.applied:
-        meter.loss_sum += result.loss_sum
-        meter.weight_sum += result.weight_sum
-        meter.add_slots(result.correct, result.counted)
 
 
 def _log(trainer: Trainer, reporter: Reporter, meter: Meter, lr: float, result: StepResult) -> None:

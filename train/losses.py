@@ -175,7 +175,9 @@ class Objective:
         """What this row adds to the global denominator: known before the forward pass."""
         return weights.new_tensor(float(len(weights))) if self.kind == "dpace" else weights.sum()
 
-    def numerator(self, losses: Tensor, weights: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    def numerator(
+        self, losses: Tensor, weights: Tensor, slots: Tensor, block_size: int, *, num_blocks: int | None = None
+    ) -> Tensor:
         """Weighted sum of the slots' losses.
 
         Args:
@@ -183,17 +185,21 @@ class Objective:
             weights: (M,) decayed weights.
             slots: (M,) flat indices block * B + slot; each block's are 1 … some depth without a gap.
             block_size: B.
+            num_blocks: N; None: up to the last slot's, which the host waits for.
         """
         if self.kind == "dpace":
-            weights = dpace_weights(losses.detach(), slots, block_size, self.alpha)
+            weights = dpace_weights(losses.detach(), slots, block_size, self.alpha, num_blocks=num_blocks)
         return (losses * weights).sum()
 
 
-def dpace_weights(losses: Tensor, slots: Tensor, block_size: int, alpha: float) -> Tensor:
+def dpace_weights(
+    losses: Tensor, slots: Tensor, block_size: int, alpha: float, *, num_blocks: int | None = None
+) -> Tensor:
     """(M,) float32 weights of D-PACE (arXiv 2605.18810): how much of the block is still accepted through each slot."""
     if len(losses) == 0:
         return losses
-    num_blocks = int(slots[-1]) // block_size + 1
+    if num_blocks is None:
+        num_blocks = int(slots[-1]) // block_size + 1
     smoothed = losses.new_zeros(num_blocks * block_size)  # slots that do not count end the product
     smoothed[slots] = (1 - alpha) * torch.exp(-losses) + alpha
     survival = smoothed.view(num_blocks, block_size)[:, 1:].cumprod(1)

@@ -143,6 +143,12 @@ class Parallel:
         dist.all_reduce(tensor)
         return [float(v) for v in tensor.tolist()]
 
+    def sum_there(self, numbers: Tensor) -> Tensor:
+        """Add up a tensor over the processes where it lies; the host does not wait for a GPU."""
+        if self.joined:
+            dist.all_reduce(numbers)
+        return numbers
+
     def gather(self, value: T) -> list[T]:
         """Every process's value, in rank order."""
         if not self.joined:

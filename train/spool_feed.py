@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from dflash_kit.spool import sample_of
 
 from .batches import PackedRow, RowPacker
 from .counters import Counters
-from .feed import Feed
+from .feed import Feed, reading_threads
 from .job import Job
 from .packing import PackedIndex
 from .parallel import Parallel
@@ -41,7 +41,6 @@ class SpoolFeed(Feed):
         parallel: the processes.
         prefetch: steps to read ahead.
         fixed_shapes: see ``Feed``.
-        pin: see ``Feed``.
     """
 
     def __init__(
@@ -55,11 +54,10 @@ class SpoolFeed(Feed):
         parallel: Parallel,
         prefetch: int,
         fixed_shapes: bool,
-        pin: bool,
     ) -> None:
         self._spool, self._packer, self._source, self._parallel = plan, packer, source, parallel
         self._limit_bytes, self._state_folder = limit_bytes, state_folder
-        self._prefetch, self._fixed_shapes, self._pin = prefetch, fixed_shapes, pin
+        self._prefetch, self._fixed_shapes = prefetch, fixed_shapes
         self._news = News()
 
     def resume(self, counters: Counters) -> None:
@@ -79,7 +77,7 @@ class SpoolFeed(Feed):
 
     def steps(self, first: int, end: int) -> Iterator["Future[list[PackedRow]] | None"]:
         """One future for each step from ``first`` on, to the end of the spool; None now and then while there is none."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as pool:
+        with reading_threads(self._prefetch + 1 if self._fixed_shapes else 1) as pool:
             ahead: deque[Future[list[PackedRow]]] = deque()
             step = coming = first
             try:
@@ -207,13 +205,12 @@ def spool_feed(
     )
     feed = SpoolFeed(
         plan,
-        job.packer,
+        job.packer.for_gpu() if fixed_shapes else job.packer,
         source=sources[0] if sources else None,
         limit_bytes=spool.limit_bytes,
         state_folder=folder.state,
         parallel=parallel,
         prefetch=data.prefetch,
         fixed_shapes=fixed_shapes,
-        pin=fixed_shapes,
     )
     return feed, held_out

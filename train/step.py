@@ -13,14 +13,23 @@ from .distill import slot_distillation
 from .losses import Objective, slot_cross_entropy
 from .optimizer import set_rate
 from .sharding import gathered
-from .sums import StepResult, StepSums
+from .sums import PendingStep, StepResult, StepSums
 from .trainer import Trainer
 
 
 def train_step(
     trainer: Trainer, rows: list[PackedRow], lr: float, *, error: KitError | None = None, stop_asked: bool = False
 ) -> StepResult:
+    """``begin_step``, and wait for its numbers."""
+    return begin_step(trainer, rows, lr, error=error, stop_asked=stop_asked).result()
+
+
+def begin_step(
+    trainer: Trainer, rows: list[PackedRow], lr: float, *, error: KitError | None = None, stop_asked: bool = False
+) -> PendingStep:
     """One optimizer step over the packed rows of all processes, normalised by their global weight.
+
+    One process with AdamW never waits for a GPU in here.
 
     Args:
         trainer: the run.
@@ -46,7 +55,8 @@ def train_step(
         unreadable = [found for part in parallel.gather(unreadable) for found in part]
     set_rate(trainer.optimizer, lr)
     sums = StepSums(trainer.job.drafter.num_draft_tokens)
-    grad_norm, applied = None, False
+    grad_norm: torch.Tensor | float | None = None
+    applied = False
     if weight_sum > 0:
         # Backends average over processes and accelerate over micro-steps; the weighted sum is wanted.
         scale = parallel.world_size * parallel.num_micro_steps / weight_sum
@@ -58,8 +68,8 @@ def train_step(
     sums.tokens = sum(row.num_tokens for row in rows)
     sums.cut_tokens = sum(row.num_cut_tokens for row in rows)
     if weight_sum > 0:  # else nothing was computed
-        sums.flops = sum(map(trainer.job.flop_counter, rows))
-    return sums.result(
+        sums.flops = sum(row.flops for row in rows)
+    return sums.send(
         parallel,
         weight_sum,
         grad_norm=grad_norm,
@@ -81,7 +91,9 @@ def forward_loss(trainer: Trainer, row: PackedRow, sums: StepSums) -> torch.Tens
         trainer.drafter.layer_masks(layout, flex=trainer.flex),
     )
     losses, correct = slot_losses(hidden[0, row.slots], ends, row, job.objective)
-    numerator = job.objective.numerator(losses, row.weights, row.slots, layout.block_size)
+    numerator = job.objective.numerator(
+        losses, row.weights, row.slots, layout.block_size, num_blocks=layout.anchors.numel()
+    )
     sums.add(numerator.detach(), correct, row.depths)
     return numerator
 
@@ -105,14 +117,19 @@ def noise_embeddings(row: PackedRow, ends: TargetEnds, mask_token_id: int) -> to
     return ends.embed(ids.flatten())[None]
 
 
-def _apply(trainer: Trainer) -> tuple[float, bool]:
-    """Clip and step unless the gradient is not finite; its norm is the same in every process."""
+def _apply(trainer: Trainer) -> tuple[torch.Tensor | float, bool]:
+    """Clip and step unless the gradient is not finite.
+
+    Returns:
+        The gradient's norm, the same in every process, and whether the step was done; where the norm is a tensor, the
+        device decides that by itself.
+    """
     parallel, optimizer, clip = trainer.parallel, trainer.optimizer, trainer.job.config.optim.clip
     parameters = list(trainer.model.parameters())
     if parallel.holds_whole_weights and can_fuse(optimizer):
-        norm = float(clipped_step(optimizer, parameters, clip))
+        norm_there = clipped_step(optimizer, parameters, clip)
         optimizer.zero_grad(set_to_none=True)
-        return norm, isfinite(norm)
+        return norm_there, False
     norm = float(gathered(parallel.accelerator.clip_grad_norm_(parameters, clip)))
     if parallel.is_deepspeed:  # its engine has clipped, checked and stepped in the last backward pass
         return norm, not optimizer.step_was_skipped

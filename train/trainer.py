@@ -39,3 +39,11 @@ class Trainer:
     def flex(self) -> bool:
         """FlexAttention on GPUs; on CPUs it has no backward pass."""
         return self.parallel.device.type == "cuda"
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether a step's numbers are read after the next one was begun: a GPU works meanwhile, a CPU has nothing to wait for.
+
+        An average of the weights takes them in after each step, if that was not skipped.
+        """
+        return self.flex and self.average is None
