@@ -127,7 +127,9 @@ def test_a_fault_in_the_config_is_found(ward: Ward, tmp_path: Path, name: str) -
     assert (diagnosis.best.hypothesis.family, diagnosis.best.hypothesis.name) == (family, change), diagnosis.text
 
 
-def test_causal_blocks_are_suspected_first_but_six_prompts_are_too_few_to_be_certain(ward: Ward, tmp_path: Path) -> None:
+def test_causal_blocks_are_suspected_first_but_six_prompts_are_too_few_to_be_certain(
+    ward: Ward, tmp_path: Path
+) -> None:
     length, diagnosis = ward.examine(faulty(tmp_path, with_causal_blocks), "all layers full, none causal")
     assert diagnosis.best is not None
     assert diagnosis.best.hypothesis.name == "all layers full, none causal", diagnosis.text
