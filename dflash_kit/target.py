@@ -336,6 +336,9 @@ def _first_id(value: int | list[int] | None) -> int | None:
 
 def _unreadable(path: str | Path, error: Exception) -> KitError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not Path(path).exists():  # of a path the hub's client would speak as of an id
+        is_path = Path(path).is_absolute() or str(path).startswith(".") or str(path).count("/") > 1
+        first_line = "no such folder" if is_path else f"no such folder; on the hub: {first_line.rstrip('.')}"
     return KitError(
         f"target {path} cannot be loaded: {first_line}; give a folder with config.json and safetensors or a hub id"
     )
