@@ -22,8 +22,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Of a name with sections the last part is enough: `--max_new_tokens` is nearest to `--sampling.max_new_tokens`.
     """
     names = list(known)
-    spelled = {re.sub(r"^(-*).*\.", r"\1", full): full for full in names} | {full: full for full in names}
-    close = difflib.get_close_matches(name, spelled, n=1, cutoff=0.5)
+    spelled = {full.rpartition(".")[2].lstrip("-"): full for full in names} | {full.lstrip("-"): full for full in names}
+    written = name.lstrip("-")
+    close = difflib.get_close_matches(written, spelled, n=1, cutoff=0.6)
+    close = close or [word for word in spelled if written and written in word]
     return f"did you mean '{spelled[close[0]]}'?" if close else f"known: {', '.join(names)}"
 
 
