@@ -81,9 +81,11 @@ class TargetSpec:
         """Read the text configuration and tokenizer of a folder or hub id.
 
         Raises:
-            KitError: there is no readable model configuration there.
+            KitError: there is no readable model configuration there, or that of a drafter.
         """
         config = load_config(path, revision)
+        if getattr(config, "dflash_config", None) is not None:
+            raise KitError(f"{path} is a drafter's checkpoint; the target is the model that it drafts for")
         text = config.get_text_config()
         try:
             tokenizer = load_tokenizer(path, revision)
