@@ -213,7 +213,7 @@ def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: li
             "hardware": hardware,
             "dtype": dtype,
             "batch size": config.batch_size,
-            "max_new_tokens": config.max_new_tokens,
+            "max_new_tokens": config.max_new_tokens if config.replay is None else None,
             "block size": inputs.drafter_config.block_size,
             "commit": provenance["git_commit"],
             "created (UTC)": provenance["created_utc"],

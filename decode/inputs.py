@@ -45,7 +45,7 @@ def read_inputs(config: EvalConfig, shown: str | None = None) -> Inputs:
     drafter_config = DrafterConfig.from_dict(raw)
     provenance = read_provenance(config.ckpt)
     target = _target_name(config, provenance, verifier_name(raw))
-    spec = TargetSpec.from_pretrained(target, config.target_revision)
+    spec = _read_target(config, target)
     if config.replay is None:
         attention_kinds(load_config(target, config.target_revision).get_text_config())
     header = provenance.get("shards_header") or {}
@@ -70,6 +70,15 @@ def _target_name(config: EvalConfig, provenance: dict[str, Any], verifier: str |
     if not named:
         raise KitError(f"checkpoint {config.ckpt} does not say which target it was trained for; name it with --target")
     return str(named)
+
+
+def _read_target(config: EvalConfig, target: str) -> TargetSpec:
+    try:
+        return TargetSpec.from_pretrained(target, config.target_revision)
+    except KitError as error:
+        if config.target is None:
+            raise KitError(f"{error} (the checkpoint names this one; --target names another place)") from error
+        raise
 
 
 def _require_fit(ckpt: str, target: str, drafter: DrafterConfig, spec: TargetSpec, header: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class EvaluationProgress:
         self._num_done += 1
         self._bar.update(self._task, completed=self._num_done)
         if not self._console.is_terminal:
-            line = f"eval {self._num_done}/{self._num_prompts} {name}: {self._rates()}"
+            line = f"eval {self._num_done}/{self._num_prompts} {name} done; so far {self._rates()}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _rates(self) -> str:

@@ -167,8 +167,11 @@ def _require_unicode(prompt: BenchmarkPrompt) -> None:
 def _turns_of_any_row(row: dict[str, Any]) -> list[str]:
     """User turns of a row in one of the three usual shapes."""
     if "messages" in row:
-        if any(message["role"] != "user" for message in row["messages"]):
-            raise ValueError("messages may hold user turns only, the target writes the replies")
+        others = sorted({str(message["role"]) for message in row["messages"]} - {"user"})
+        if others:
+            raise ValueError(
+                f"messages hold turns of {', '.join(others)}; a benchmark's are user turns only, the target writes the replies"
+            )
         turns = [message["content"] for message in row["messages"]]
     else:
         turns = row["turns"] if "turns" in row else [row["prompt"]]

@@ -125,6 +125,12 @@ class DrafterConfig:
         top = RawConfig(raw, WHAT)
         nested = top.mapping("dflash_config")
         both = RawConfig({**raw, **nested}, WHAT, "at the top level or in dflash_config")
+        own_keys = ("block_size", "mask_token_id", "target_layer_ids")
+        if not any(both.has(key) for key in own_keys):
+            raise KitError(
+                f"config.json (model_type {raw.get('model_type')}) is not a DFlash drafter's: it has none of "
+                f"{', '.join(own_keys)}; give the folder that training wrote"
+            )
         hidden_size, num_heads = both.whole("hidden_size", at_most=MAX_SIZE), both.whole("num_attention_heads")
         layer_types = _layer_types(both, both.whole("num_hidden_layers", at_most=MAX_LAYERS))
         window = None

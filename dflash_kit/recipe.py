@@ -17,10 +17,16 @@ SECTIONS = ("convert", "extract", "train", "eval")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The clause that helps after an unknown name: the nearest known one, or all of them if none is near."""
+    """The clause that helps after an unknown name: the nearest known one, or all of them if none is near.
+
+    Of a name with sections the last part is enough: `--max_new_tokens` is nearest to `--sampling.max_new_tokens`.
+    """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+    spelled = {full.rpartition(".")[2].lstrip("-"): full for full in names} | {full.lstrip("-"): full for full in names}
+    written = name.lstrip("-")
+    close = difflib.get_close_matches(written, spelled, n=1, cutoff=0.6)
+    close = close or [word for word in spelled if written and written in word]
+    return f"did you mean '{spelled[close[0]]}'?" if close else f"known: {', '.join(names)}"
 
 
 class _Loader(yaml.SafeLoader):

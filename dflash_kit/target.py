@@ -81,9 +81,11 @@ class TargetSpec:
         """Read the text configuration and tokenizer of a folder or hub id.
 
         Raises:
-            KitError: there is no readable model configuration there.
+            KitError: there is no readable model configuration there, or that of a drafter.
         """
         config = load_config(path, revision)
+        if getattr(config, "dflash_config", None) is not None:
+            raise KitError(f"{path} is a drafter's checkpoint; the target is the model that it drafts for")
         text = config.get_text_config()
         try:
             tokenizer = load_tokenizer(path, revision)
@@ -336,6 +338,9 @@ def _first_id(value: int | list[int] | None) -> int | None:
 
 def _unreadable(path: str | Path, error: Exception) -> KitError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not Path(path).exists():  # of a path the hub's client would speak as of an id
+        is_path = Path(path).is_absolute() or str(path).startswith(".") or str(path).count("/") > 1
+        first_line = "no such folder" if is_path else f"no such folder; on the hub: {first_line.rstrip('.')}"
     return KitError(
         f"target {path} cannot be loaded: {first_line}; give a folder with config.json and safetensors or a hub id"
     )

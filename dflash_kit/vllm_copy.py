@@ -77,9 +77,8 @@ class StateCopier:
                     host[name][first : first + len(part)].copy_(part, non_blocking=True)
             sound = torch.empty((), dtype=torch.bool, pin_memory=True)
             sound.copy_(inspection.result(), non_blocking=True)
-            event = torch.cuda.Event(
-                blocking=True
-            )  # writers wait for it; a spinning thread each would take cores from the engine
+            # Writers wait for it; a spinning thread each would take cores from the engine.
+            event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
         return CopiedStates(host, event.query, event.synchronize, sound)
 

@@ -15,6 +15,8 @@ from . import capture
 from .gpu_meter import GpuMeter
 
 LINE_EVERY_S = 15.0
+LEAST_SHARE = 1 / 32
+"""Of the rows, before the time left is estimated: of many answers at a time all but a few short ones end together."""
 
 
 class Tally:
@@ -143,9 +145,8 @@ class ExtractionProgress(Tally):
         num_drops = self._num_drops + self.num_failed
         drops = f", {num_drops} dropped" if num_drops else ""
         gpu = "" if self._gpus.last_percent is None else f", GPU {self._gpus.last_percent:.0f} %"
-        said = (
-            f"{self.num_said / seconds:.0f} said/s, " if self.num_said else ""
-        )  # rows end together, words come steadily
+        # Rows end together, words come steadily.
+        said = f"{self.num_said / seconds:.0f} answer tokens/s, " if self.num_said else ""
         return (
             f"{self.num_rows / seconds:.2g} rows/s, {self.num_tokens / seconds:.0f} tokens/s, {said}"
             f"{self.num_bytes / 2**20:.0f} MiB in shards{drops}{gpu}"
@@ -159,11 +160,11 @@ class ExtractionProgress(Tally):
     def _time_left(self) -> str:
         left_s = self._left_s()
         if left_s is None:
-            return "no row is finished yet"
+            return "too few rows are finished to say how long" if self.num_rows else "no row is finished yet"
         return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"
 
     def _left_s(self) -> float | None:
-        if self.num_rows == 0:
+        if self.num_rows == 0 or self.num_rows < self._total_rows * LEAST_SHARE:
             return None
         return (self._total_rows - self.num_rows - self.num_failed) * self.working_s / self.num_rows
 

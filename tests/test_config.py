@@ -126,6 +126,7 @@ def test_flags_accept_dashes_and_bare_booleans() -> None:
     [
         (["--out", "x", "--blok_size", "4"], ["--blok_size", "did you mean '--block_size'"]),
         (["--out", "x", "--sampling.temprature=1"], ["--sampling.temprature", "'--sampling.temperature'"]),
+        (["--out", "x", "--temperature=1"], ["did you mean '--sampling.temperature'"]),
         (["--out", "x", "--block", "4"], ["unknown flag '--block'"]),  # no silent abbreviation
         (["--out", "x", "stray"], ["stray", "train"]),
         (["--block_size", "4"], ["--out"]),

@@ -142,7 +142,7 @@ def test_own_file_with_a_byte_order_mark_and_empty_ids(tmp_path: Path) -> None:
         ('{"prompt": 3}\n', "line 1.*text"),
         ('{"turns": []}\n', "line 1"),
         ('{"turns": "abc"}\n', "line 1"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1.*user turns only"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1.*turns of assistant; .*user turns only"),
         ('{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}\n', "line 2: id 'x' was used in line 1"),
         ("\n", "no prompts"),
     ],

@@ -243,7 +243,15 @@ def test_checkpoint_that_does_not_fit_is_refused(
     assert "tokenizer hash is" in message
     header = json.loads((made / "drafter" / "provenance.json").read_text())["shards_header"]
     assert header["tokenizer_hash"] in message
-    assert "cannot be loaded" in refused(made / "drafter", f"--target={tmp_path / 'absent'}")
+    absent = str(tmp_path / "absent")
+    message = refused(made / "drafter", f"--target={absent}")
+    assert "cannot be loaded: no such folder;" in message
+    assert "--target" not in message
+    moved = copy_checkpoint(made, tmp_path / "moved")
+    provenance = json.loads((moved / "provenance.json").read_text()) | {"target": absent}
+    (moved / "provenance.json").write_text(json.dumps(provenance))
+    assert "the checkpoint names this one; --target" in refused(moved)
+    assert "(model_type qwen3) is not a DFlash drafter's" in refused(made / "target")
 
 
 def test_changed_template_is_only_a_warning(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

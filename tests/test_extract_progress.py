@@ -63,6 +63,17 @@ def test_a_line_says_rates_time_left_bytes_drops_and_gpus(clock, two_gpus, capsy
     }
 
 
+def test_the_time_left_is_not_told_from_one_row_of_many(clock, capsys):
+    shown = ExtractionProgress(321, 0)
+    for num_rows in (0, 1, 20):
+        clock.now_s += 200
+        shown.update(Progress(num_rows, 300 * num_rows, 0, 4000))
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("no row is finished yet")
+    assert "40 answer tokens/s" in second and second.endswith("too few rows are finished to say how long")
+    assert third.endswith("about 95 min left")
+
+
 def test_programs_get_a_json_line(clock, two_gpus, capsys):
     shown = JsonProgress(100, 3, num_gpus=2)
     shown._console._force_terminal = True  # no bar for programs, wherever they read

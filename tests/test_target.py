@@ -134,9 +134,15 @@ def test_gemma_scales_embeddings_and_caps_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(ends.logits(hidden), model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_drafter_is_no_target() -> None:
+    folder = Path(__file__).parents[1] / "data" / "drafters" / "smollm2-135m-instruct"
+    with pytest.raises(KitError, match="is a drafter's checkpoint"):
+        TargetSpec.from_pretrained(folder)
+
+
 def test_missing_and_broken_targets_are_one_clear_line(tmp_path: Path) -> None:
     for read in (TargetSpec.from_pretrained, load_target, TargetEnds.from_pretrained):
-        with pytest.raises(KitError, match="cannot be loaded"):
+        with pytest.raises(KitError, match="cannot be loaded: no such folder;"):
             read(tmp_path / "absent")
     tiny_llama(tied=True).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"broken")

@@ -24,6 +24,7 @@ def draw_curves(train: Sequence[Line], replays: Sequence[Line]) -> bytes:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     panels: tuple[tuple[str, Callable[[Any], None]], ...] = (
         ("acceptance length τ, replayed on held-out rows", lambda axes: _draw_lengths(axes, replays)),
@@ -39,6 +40,7 @@ def draw_curves(train: Sequence[Line], replays: Sequence[Line]) -> bytes:
             axes.set_title(title, fontsize=10, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False, fontsize=8)
         for axes in figure.axes[2:]:
