@@ -237,5 +237,5 @@ def test_what_cannot_choose_is_refused(made: Path, tmp_path: Path, capsys: pytes
 def test_the_fused_engine_says_why_it_cannot(tiny_target: Path) -> None:
     drafter: Any = tiny_drafter(tiny_target)[0]
     methods = [(DDTREE_AUTO, 64)]
-    assert "budgets auto" in str(reason_against(load_target(tiny_target), drafter, methods, 0.0))
+    assert "budgets auto" in str(reason_against(load_target(tiny_target), drafter, methods))
     assert Method(DDTREE_AUTO, 64).budget == 64

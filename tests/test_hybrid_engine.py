@@ -123,7 +123,7 @@ def test_samples_have_the_targets_distribution(trained: dict[str, Any]) -> None:
 
 def test_the_fused_engine_takes_hybrids(trained: dict[str, Any]) -> None:
     model = load_target(trained["folder"])
-    assert reason_against(model, trained["drafter"], [("ddtree", 64)], 0.0) is None
+    assert reason_against(model, trained["drafter"], [("ddtree", 64)]) is None
     found = engine(trained, "fused")
     assert isinstance(found, FusedEngine) and isinstance(found.target, HybridTarget)
     assert isinstance(TargetEnds.from_model(model), TargetEnds)
