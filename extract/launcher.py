@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,20 @@ class Worker:
         self._events.put((self, "end", status))
 
 
+@contextmanager
+def _on_cores(cores: list[int] | None) -> Iterator[None]:
+    """Keep this thread, and with it what it starts, to some cores: set afterwards, a process would begin on all of them."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def launch(
     shares: list[Share],
     arguments: list[str],
@@ -147,10 +162,8 @@ def launch(
     with PROGRESS[progress](0, 0, label=label, num_gpus=num_gpus) as shown:
         try:
             for index, share in enumerate(shares):
-                workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
-                if cores:
-                    with suppress(ProcessLookupError):  # it has ended already
-                        os.sched_setaffinity(workers[-1].process.pid, cores[index])
+                with _on_cores(cores[index] if cores else None):
+                    workers.append(Worker(share, arguments, _environment(gpus[index] if gpus else None), events))
             failed = _watch(workers, events, shown, place)
         finally:
             _stop(workers, shown)
