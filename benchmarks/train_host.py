@@ -30,12 +30,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from train_step import SHAPES, write_target  # noqa: E402
+from train_step import SHAPES, random_header, write_target  # noqa: E402
 
 from dflash_kit.config import parse_config  # noqa: E402
 from dflash_kit.provenance import git_commit  # noqa: E402
-from dflash_kit.shards import Row, ShardsHeader, ShardWriter, open_shards  # noqa: E402
-from dflash_kit.target import TargetSpec, tap_layer_ids  # noqa: E402
+from dflash_kit.shards import Row, ShardWriter, open_shards  # noqa: E402
+from dflash_kit.target import TargetSpec  # noqa: E402
 from train import step as step_module  # noqa: E402
 from train.assemble import assemble  # noqa: E402
 from train.batches import PackedRow  # noqa: E402
@@ -196,14 +196,7 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
 
 def write_shards(args: argparse.Namespace, folder: Path, spec: TargetSpec, storage: str) -> None:
     """Documents of about the same length, the last two thirds of each supervised."""
-    header = ShardsHeader.from_target(
-        spec,
-        target_layer_ids=tap_layer_ids(spec.num_layers, 5),
-        compute_dtype="bfloat16",
-        engine="random",
-        engine_version="0",
-        dtype=storage,
-    )
+    header = random_header(spec, dtype=storage)
     mean, draws = args.seq_len // args.documents, torch.Generator().manual_seed(0)
     with ShardWriter(folder, header) as writer:
         for i in range(args.rows * args.documents):

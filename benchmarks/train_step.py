@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -158,19 +159,24 @@ def distils(args: argparse.Namespace) -> bool:
     return args.loss not in ("decay", "dpace")
 
 
-def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int, last_hidden: bool) -> None:
-    """Rows of random tokens and states, two of which fill a packed row; all but the first 64 tokens are supervised.
-
-    ``next_token`` makes each one token longer than ``tokens``.
-    """
-    header = ShardsHeader.from_target(
+def random_header(spec: TargetSpec, **form: Any) -> ShardsHeader:
+    """Of shards that no engine wrote, with five taps; ``form`` says how states are stored."""
+    return ShardsHeader.from_target(
         spec,
         target_layer_ids=tap_layer_ids(spec.num_layers, 5),
         compute_dtype="bfloat16",
         engine="random",
         engine_version="0",
-        has_last_hidden=last_hidden,
+        **form,
     )
+
+
+def write_shards(folder: Path, spec: TargetSpec, *, tokens: int, num_rows: int, last_hidden: bool) -> None:
+    """Rows of random tokens and states, two of which fill a packed row; all but the first 64 tokens are supervised.
+
+    ``next_token`` makes each one token longer than ``tokens``.
+    """
+    header = random_header(spec, has_last_hidden=last_hidden)
     with ShardWriter(folder, header) as writer:
         for i in range(num_rows):
             generator = torch.Generator().manual_seed(i)
