@@ -20,9 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-from training_prompts import normalise  # noqa: E402
+from training_prompts import asked_questions, normalise  # noqa: E402
 
-from dflash_kit.benchmark_prompts import BENCHMARKS, MATH_SUFFIX, load_benchmark  # noqa: E402
+from dflash_kit.benchmark_prompts import MATH_SUFFIX  # noqa: E402
+from dflash_kit.errors import KitError, run_cli  # noqa: E402
+from dflash_kit.target import TargetSpec, load_tokenizer  # noqa: E402
 
 KEPT_SHARE = (0.15, 0.6)
 """Of a prompt's words, how many stay at least and at most."""
@@ -30,8 +32,12 @@ MIN_WORDS = 12
 MAX_CHARS = 900
 
 
-def main() -> None:
-    """Write one JSON object a line: prompt and kind."""
+def main(argv: list[str] | None = None) -> int:
+    """Write one JSON object a line: prompt and kind.
+
+    Raises:
+        KitError: the prompts or the target cannot be read.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the target: a folder or a hub id")
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL of data/training_prompts.py")
@@ -44,34 +50,56 @@ def main() -> None:
         "--engine_args", type=json.loads, default={}, help="further arguments of vLLM's engine, as JSON"
     )
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").split("\n") if line]
+    options = parser.parse_args(argv)
+    rows = read_rows(options.prompts)
+    TargetSpec.from_pretrained(options.model)  # before an engine is started
     started = list(beginnings(rows, options.kinds.split(","), options.count, options.seed))
     if not started:
-        sys.exit(f"error: no prompt of the kinds {options.kinds} in {options.prompts} has {MIN_WORDS} words")
+        raise KitError(f"no prompt of the kinds {options.kinds} in {options.prompts} has {MIN_WORDS} words")
     finished = finish(started, options)
-    asked = {normalise(turn) for name in BENCHMARKS for prompt in load_benchmark(name) for turn in prompt.turns}
-    kept, dropped = choose(started, finished, asked | {normalise(row["prompt"]) for row in rows})
+    kept, dropped = choose(started, finished, asked_questions() | {normalise(row["prompt"]) for row in rows})
     options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
     print(json.dumps({"prompts": len(kept), **Counter(row["kind"] for row in kept), "dropped": dropped}))
+    return 0
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Prompts and their kinds.
+
+    Raises:
+        KitError: the file cannot be read, or a line holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KitError(f"{path} cannot be read: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            rows.append({name: str(row[name]) for name in ("prompt", "kind")})
+        except (ValueError, KeyError, TypeError) as error:
+            wanted = "one JSON object with prompt and kind a line, as data/training_prompts.py writes"
+            raise KitError(f"{path}, line {number}: wanted is {wanted}") from error
+    return rows
 
 
 def beginnings(rows: list[dict[str, Any]], kinds: list[str], count: int, seed: int) -> Iterator[dict[str, str]]:
     """``count`` cut prompts, the kinds in turn, each prompt cut at another word every time round."""
     source = random.Random(f"{seed}-invent")
-    of_kind = {kind: [row["prompt"] for row in rows if row["kind"] == kind] for kind in kinds}
-    long_enough = {
-        kind: [text for text in texts if len(text.removesuffix(MATH_SUFFIX).split()) >= MIN_WORDS]
-        for kind, texts in of_kind.items()
-    }
-    pools = {kind: texts for kind, texts in long_enough.items() if texts}
-    for texts in pools.values():
-        source.shuffle(texts)
+    pools: dict[str, list[str]] = {}
+    for kind in kinds:
+        texts = [row["prompt"].removesuffix(MATH_SUFFIX) for row in rows if row["kind"] == kind]
+        texts = [text for text in texts if len(text.split()) >= MIN_WORDS]
+        if texts:
+            source.shuffle(texts)
+            pools[kind] = texts
     for number in range(count if pools else 0):
         kind = list(pools)[number % len(pools)]
         texts = pools[kind]
-        text = texts[number // len(pools) % len(texts)].removesuffix(MATH_SUFFIX)
-        yield {"kind": kind, "begun": cut(text, source)}
+        yield {"kind": kind, "begun": cut(texts[number // len(pools) % len(texts)], source)}
 
 
 def cut(text: str, source: random.Random) -> str:
@@ -86,14 +114,12 @@ def cut(text: str, source: random.Random) -> str:
 
 def finish(started: list[dict[str, str]], options: argparse.Namespace) -> list[tuple[str, bool]]:
     """What the target writes on, and whether it came to an end, for each beginning."""
-    from transformers import AutoTokenizer
-
     from dflash_kit.vllm_environment import prepare_environment
 
     prepare_environment()
     from vllm import LLM, SamplingParams
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = load_tokenizer(options.model)
     llm = LLM(
         options.model,
         max_num_seqs=options.max_num_seqs,
@@ -134,4 +160,4 @@ def choose(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_cli(main))

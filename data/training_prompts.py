@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--chat", type=int, default=5500, help="first turns of ShareGPT")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    asked = {normalise(turn) for name in BENCHMARKS for prompt in load_benchmark(name) for turn in prompt.turns}
+    asked = asked_questions()
     seen: set[str] = set()
     counts: dict[str, int] = {}
     rows = []
@@ -63,6 +63,11 @@ def main() -> None:
     random.Random(options.seed).shuffle(rows)
     Path(options.out).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(json.dumps({"prompts": len(rows), **counts}))
+
+
+def asked_questions() -> set[str]:
+    """What evaluations ask, normalised."""
+    return {normalise(turn) for name in BENCHMARKS for prompt in load_benchmark(name) for turn in prompt.turns}
 
 
 def normalise(text: str) -> str:
