@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from extract_gpu import make_job  # noqa: E402
 from extract_turns import plain_turn, shards_turn, start_other, start_shards  # noqa: E402
+from train_step import SHAPES  # noqa: E402
 
 COPIES = ("Memcpy DtoH",)
 """Not counted as work of the GPU."""
@@ -31,7 +32,7 @@ COPIES = ("Memcpy DtoH",)
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Start, profile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8b", help="of extract_gpu.py")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of extract_gpu.py")
     parser.add_argument("--num_prompts", type=int, default=96)
     parser.add_argument("--num_tokens", type=int, default=2048)
     parser.add_argument("--batched_tokens", type=int, default=16384)

@@ -50,5 +50,7 @@ def use_choices(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("error: name one folder to write to: python benchmarks/prompt_kernels.py FOLDER")
     for name, value in write_choices(Path(sys.argv[1]).resolve()).items():
         print(f"export {name}={shlex.quote(value)}")

@@ -36,6 +36,7 @@ from dflash_kit.acceptance import RoundLog, summarise
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.checkpoint import read_provenance
 from dflash_kit.drafter import Drafter
+from dflash_kit.errors import run_cli
 from dflash_kit.provenance import git_commit
 from dflash_kit.replay import replay_rows
 from dflash_kit.replay_accepted import AcceptedCounter
@@ -298,5 +299,11 @@ def exact_figures(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def command(argv: list[str] | None = None) -> int:
+    """``main`` from a shell."""
+    main(argv)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_cli(command))
