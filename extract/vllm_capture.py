@@ -159,8 +159,9 @@ class _Run:
         self._waiting = deque(samples)
         self._in_flight: dict[str, Sample] = {}  # by id, samples whose rows have not been accepted
         self._ended: set[str] = set()  # ids of those among them that the engine is through with
+        self._given = {sample.id for sample in samples if sample.loss_spans is not None}
         self.failures = Failures(skip=job.skip_errors)
-        self._num_ended_said = 0  # tokens of finished answers
+        self._num_ended_said = 0  # tokens of finished answers; a given response has none
         self._num_told_said = 0  # tokens that have been reported, those of unfinished answers included
         self._is_full = False  # a spool, whose trainer has to make room
         self._next_status_s = 0.0
@@ -177,6 +178,7 @@ class _Run:
             self._take_outputs(self._step())
             if time.monotonic() >= self._next_status_s:
                 yield self._report()
+        yield self._report()  # the last rows may have been accepted before the engine told their answers
         progressed_s = time.monotonic()
         while self._in_flight:
             progress = self._report()
@@ -242,7 +244,8 @@ class _Run:
 
     def _take_outputs(self, outputs: list[Any]) -> None:
         for output in outputs:  # of finished requests alone, see ``_params``
-            self._num_ended_said += len(output.outputs[0].token_ids)
+            if output.request_id not in self._given:  # the token that vLLM has to say behind a given response is left out
+                self._num_ended_said += len(output.outputs[0].token_ids)
             if output.request_id in self._in_flight:
                 self._ended.add(output.request_id)
             reason = output.outputs[0].finish_reason
