@@ -3,8 +3,9 @@
     python benchmarks/extract_gpu.py --shapes 8b,smollm2 --memory_folder /dev/shm --disk_folder /tmp
 
 For each shape three engines with random weights stay loaded side by side and take turns over the same random prompts (given
-conversations: prefill only): ``plain`` (no states), ours, and ``stock`` (vLLM's ExampleHiddenStatesConnector, one
-safetensors file a request, in memory). Ours takes a turn with each sink: ``null`` (rows come to the host and are let go),
+conversations: prefill only): ``plain`` (no states, by the runner that vLLM chooses), ours, and ``stock`` (vLLM's
+ExampleHiddenStatesConnector, one safetensors file a request, in memory). On request ``plain_as_ours``: no states, by the runner
+that vLLM 0.26 takes for ``extract_hidden_states``; what it loses against ``plain`` is no extractor's. Ours takes a turn with each sink: ``null`` (rows come to the host and are let go),
 ``memory`` and ``disk`` (shards). A turn ends when the last token is computed, the last shard is finished, or the last file
 is complete. Reported are tokens a second of each (median, lowest, highest turn), ratios turn by turn, where the seconds of a
 turn go, the share of time in which the GPU idles, and what link and files can do. What fails is reported in place of its
@@ -29,7 +30,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from extract_cpu import spread  # noqa: E402
 from extract_rates import WRITTEN_BYTES, BusyMeter, copy_gb_per_s, file_system, writer_gb_per_s  # noqa: E402
-from extract_turns import ENGINES, plain_turn, shards_turn, start_other, start_shards, start_stock, stock_turn  # noqa: E402
+from extract_turns import (  # noqa: E402
+    DEFAULT_ENGINES,
+    ENGINES,
+    plain_turn,
+    shards_turn,
+    start_other,
+    start_shards,
+    start_stock,
+    stock_turn,
+)
+
+from dflash_kit.vllm_environment import EXTRACTION, environment  # noqa: E402
 
 SINKS = ("null", "memory", "disk")
 
@@ -80,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4, help="turns of each engine and sink, after one to warm up")
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--gpu_share", type=float, default=0.3, help="share of the GPU's memory for each engine")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"which of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), help=f"which of {', '.join(ENGINES)}")
     parser.add_argument("--sink", default=",".join(SINKS), help=f"which of {', '.join(SINKS)} ours writes to")
     parser.add_argument("--memory_folder", default="/dev/shm", help="folder on a file system in memory")
     parser.add_argument("--disk_folder", default=tempfile.gettempdir(), help="folder on the disk")
@@ -147,6 +159,9 @@ def start(name: str, job: Any, samples: list[Any], places: dict[str, Path]) -> A
     """One of the engines."""
     if name == "plain":
         return start_other(job)
+    if name == "plain_as_ours":
+        with environment(EXTRACTION):
+            return start_other(job)
     return start_shards(job, samples) if name == "shards" else start_stock(job, places["memory"] / "stock")
 
 
@@ -155,8 +170,9 @@ def all_turns(
 ) -> dict[str, Callable[[int], dict[str, float]]]:
     """What runs a turn, by name: of each engine, of ours with each sink."""
     turns: dict[str, Callable[[int], dict[str, float]]] = {}
-    if "plain" in engines:
-        turns["plain"] = lambda turn: plain_turn(engines["plain"], samples, turn)
+    for name in ("plain", "plain_as_ours"):
+        if name in engines:
+            turns[name] = lambda turn, name=name: plain_turn(engines[name], samples, turn)  # type: ignore[misc]
     for index, sink in enumerate(options.sink.split(",") if "shards" in engines else ()):
         turns[sink] = lambda turn, sink=sink, index=index: shards_turn(  # type: ignore[misc]
             engines["shards"], job, samples, 10 * turn + index, places.get(sink)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ENGINES = ("plain", "shards", "stock")
+DEFAULT_ENGINES = ("plain", "shards", "stock")
+ENGINES = (*DEFAULT_ENGINES, "plain_as_ours")
 
 
 def start_other(job: Any, **more: Any) -> Any:

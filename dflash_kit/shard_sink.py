@@ -52,13 +52,17 @@ class ShardSink:
     ) -> None:
         self._writer = writer
         self._max_pending_bytes = max_pending_bytes
-        self._queue: deque[PendingRow] = deque()
+        self._queue: deque[PendingRow] = deque()  # empty while a lane is idle
         self._pending_bytes = 0
         self._accepted: list[tuple[str, int]] = []
         self._error: str | None = None
         self._closing = False
-        self._busy: set[int] = set()  # lanes that are writing
-        self._changed = threading.Condition()
+        self._idle = set(range(num_lanes))
+        self._handed: dict[int, PendingRow] = {}  # by lane
+        # One condition each, since who is woken for nothing takes the interpreter from the engine.
+        self._lock = threading.Lock()
+        self._has_room_now, self._is_settled = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._wakes = [threading.Condition(self._lock) for _ in range(num_lanes)]
         self._threads = [
             threading.Thread(target=self._write_rows, args=(lane,), name=f"shard-writer-{lane}", daemon=True)
             for lane in range(num_lanes)
@@ -68,21 +72,25 @@ class ShardSink:
 
     def submit(self, pending: PendingRow) -> None:
         """Queue a row; blocks while the queue is full (one row always fits, however large)."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_room(pending.num_bytes))
-            self._queue.append(pending)
+        with self._lock:
+            self._has_room_now.wait_for(lambda: self._has_room(pending.num_bytes))
             self._pending_bytes += pending.num_bytes
-            self._changed.notify_all()
+            if self._idle:
+                lane = min(self._idle)
+                self._idle.remove(lane)
+                self._handed[lane] = pending
+                self._wakes[lane].notify()
+            else:
+                self._queue.append(pending)
 
     def fail(self, message: str) -> None:
         """Record an error that happened while a row was being captured."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or message
-            self._changed.notify_all()
 
     def status(self) -> dict[str, Any]:
         """What happened since the last call: ``accepted`` (id, tokens) pairs, ``error`` or None, totals, and whether a spool is full."""
-        with self._changed:
+        with self._lock:
             accepted, self._accepted = self._accepted, []
             return {
                 "accepted": accepted,
@@ -94,8 +102,8 @@ class ShardSink:
 
     def flush(self) -> dict[str, Any]:
         """Wait until every queued row is in a finished shard; returns the status. Nothing may be submitted meanwhile."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._busy)
+        with self._lock:
+            self._is_settled.wait_for(lambda: len(self._idle) == len(self._threads))
         finishing = [threading.Thread(target=self._finish_shard, args=(lane,)) for lane in range(len(self._threads))]
         for thread in finishing:
             thread.start()
@@ -110,9 +118,10 @@ class ShardSink:
         """
         if summary is None:
             self._writer.stop_waiting()
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            for wake in self._wakes:
+                wake.notify()
         for thread in self._threads:
             thread.join()
         try:
@@ -157,27 +166,23 @@ class ShardSink:
             self.fail(f"finishing a shard: {type(error).__name__}: {error}")
 
     def _next(self, lane: int) -> PendingRow | None:
-        """The oldest row, once all lower lanes are at work; None when closing and empty."""
-
-        def is_my_turn() -> bool:
-            return bool(self._queue) and all(lower in self._busy for lower in range(lane))
-
-        with self._changed:
-            self._changed.wait_for(lambda: is_my_turn() or (self._closing and not self._queue))
-            if not self._queue:
-                return None
-            self._busy.add(lane)
-            pending = self._queue.popleft()
-            self._changed.notify_all()
-            return pending
+        """The row that is handed to this lane; None when closing."""
+        with self._lock:
+            self._wakes[lane].wait_for(lambda: lane in self._handed or self._closing)
+            return self._handed.pop(lane, None)
 
     def _done(self, pending: PendingRow, lane: int, *, accepted: bool) -> None:
-        with self._changed:
-            self._busy.remove(lane)
+        """A lane that is through takes the oldest row that waits."""
+        with self._lock:
             self._pending_bytes -= pending.num_bytes
+            self._has_room_now.notify()
             if accepted:
                 self._accepted.append((pending.row.id, len(pending.row.input_ids)))
-            self._changed.notify_all()
+            if self._queue:
+                self._handed[lane] = self._queue.popleft()
+            else:
+                self._idle.add(lane)
+                self._is_settled.notify()
 
 
 def num_writer_lanes() -> int:

@@ -5,7 +5,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ QUIET = {
     "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+
+EXTRACTION = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""The runner of an engine that extracts. 0.26 takes this one by itself, since its other one has no ``extract_hidden_states``; later
+versions have it there, too, where neither our connector nor ``skip_draft_tokens`` has run."""
 
 
 def prepare_environment(num_ranks: int = 1, *, verbose: bool = False) -> None:
@@ -44,6 +49,18 @@ def prepare_environment(num_ranks: int = 1, *, verbose: bool = False) -> None:
     if current_platform.is_cpu():
         for name, value in cpu_environment(num_ranks).items():
             os.environ.setdefault(name, value)
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes that start meanwhile, where the user has not set them."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in settings.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in settings.keys() - before.keys():
+            os.environ.pop(name, None)
 
 
 def cpu_environment(num_ranks: int = 1) -> dict[str, str]:

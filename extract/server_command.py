@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dflash_kit
-from dflash_kit.vllm_environment import check_engine_args, cpu_environment
+from dflash_kit.vllm_environment import EXTRACTION, check_engine_args, cpu_environment
 
 from .capture import Job
 from .prefill import prefill_arguments
@@ -79,10 +79,10 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _environment(on_cpu: bool, num_ranks: int) -> list[str]:
-    """``env NAME=VALUE …`` where the server needs it: to find us in a checkout, and to be fast on a CPU."""
+    """``env NAME=VALUE …``: to extract, to find us in a checkout, and to be fast on a CPU."""
     root = Path(dflash_kit.__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     settings = {} if root.name in ("site-packages", "dist-packages") else {"PYTHONPATH": path}
-    if on_cpu:
-        settings |= {name: os.environ.get(name, value) for name, value in cpu_environment(num_ranks).items()}
-    return ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
+    own = EXTRACTION | (cpu_environment(num_ranks) if on_cpu else {})
+    settings |= {name: os.environ.get(name, value) for name, value in own.items()}
+    return ["env", *(f"{name}={value}" for name, value in settings.items())]

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_kit.errors import KitError
 from dflash_kit.spool_room import POLL_S
 from dflash_kit.vllm_calls import ask, stop
-from dflash_kit.vllm_environment import check_engine_args, prepare_environment
+from dflash_kit.vllm_environment import EXTRACTION, check_engine_args, environment, prepare_environment
 from dflash_kit.vllm_version import installed_vllm
 
 from .capture import Job, Progress
@@ -92,7 +92,8 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     check_engine_args(job.engine_args, own, [field.name for field in fields(EngineArgs)], "extraction")
     arguments = EngineArgs(**own, **shown, **job.engine_args)
     try:
-        engine = LLMEngine.from_engine_args(arguments)
+        with environment(EXTRACTION):
+            engine = LLMEngine.from_engine_args(arguments)
     except (RuntimeError, ValueError, OSError) as error:
         raise KitError(f"vLLM does not start: {error}; its own message stands above") from error
     if skip_drafts:
@@ -244,7 +245,7 @@ class _Run:
 
     def _take_outputs(self, outputs: list[Any]) -> None:
         for output in outputs:  # of finished requests alone, see ``_params``
-            if output.request_id not in self._given:  # the token that vLLM has to say behind a given response is left out
+            if output.request_id not in self._given:  # there vLLM has to say a token, which is left out
                 self._num_ended_said += len(output.outputs[0].token_ids)
             if output.request_id in self._in_flight:
                 self._ended.add(output.request_id)

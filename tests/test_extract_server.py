@@ -259,6 +259,7 @@ def test_the_printed_command_is_that_of_the_command_line(tiny_target, prompts, t
     assert main([*common, *settings, "--print_serve_command"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert "--no-enable-chunked-prefill" not in words
+    assert words[0] == "env" and "VLLM_USE_V2_MODEL_RUNNER=0" in words[: words.index("--host")]
     value = {name: words[i + 1] for i, name in enumerate(words[:-1]) if name.startswith("--")}
     assert (value["--host"], value["--tensor-parallel-size"], value["--max-model-len"]) == ("127.0.0.1", "2", "300")
     assert (value["--max-num-seqs"], "--enable-prefix-caching" in words) == ("7", True)

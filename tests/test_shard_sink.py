@@ -94,7 +94,7 @@ def until_accepted(sink, count, timeout_s=30):
 def until_busy(sink, count, timeout_s=30):
     """Wait until so many lanes have taken a row."""
     end_s = time.monotonic() + timeout_s
-    while len(sink._busy) < count and time.monotonic() < end_s:
+    while len(sink._threads) - len(sink._idle) < count and time.monotonic() < end_s:
         time.sleep(0.005)
 
 
