@@ -17,7 +17,7 @@ def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -
     Args:
         row: the row; best as it is stored, since rounding makes large values infinite and small ones zero.
         header: header of the shards.
-        taps_are_sound: all states were checked on the device already (``TapInspection``).
+        taps_are_sound: all states were checked on the device already (``sound_tokens``).
 
     Raises:
         KitError: naming the sample, the tapped layer or the last hidden state where it is one, and what is wrong.
@@ -50,32 +50,25 @@ def check_row(row: Row, header: ShardsHeader, *, taps_are_sound: bool = False) -
             _check_states(row, row.last_hidden[:, None], ["last hidden state"])
 
 
-class TapInspection:
+def sound_tokens(states_TLD: Tensor) -> Tensor:
     """The tests of ``check_row`` on a device that holds the states anyway, where they cost next to nothing.
 
-    Takes a request's states piece by piece, in one pass and without a synchronisation. It may raise a false alarm (two
-    equal tokens at the ends of a piece, a token without an embedding), never miss a fault: who gets False asks
-    ``check_row``, which names what is wrong.
+    With ``varying_rows`` it may raise a false alarm (a token without an embedding, a row that ends with its first token's
+    states), never miss a fault: who gets False asks ``check_row``, which names what is wrong.
+
+    Args:
+        states_TLD: captured layers of some tokens, of any rows; best rounded to the coarsest type that is stored bit by bit.
+
+    Returns:
+        (T,) bool: no layer's state is NaN, infinite or constant.
     """
+    lowest_TL, highest_TL = torch.aminmax(states_TLD, dim=-1)
+    return (lowest_TL.isfinite() & highest_TL.isfinite() & (lowest_TL != highest_TL)).all(-1)
 
-    def __init__(self) -> None:
-        self._first_KD: Tensor | None = None
-        self._sound = self._varies_K = torch.tensor(True)
 
-    def add(self, taps_TKD: Tensor) -> None:
-        """Look at the next tokens' taps, (T, K, D) on any device; the last hidden state counts as one more."""
-        lowest_TK, highest_TK = torch.aminmax(taps_TKD, dim=-1)
-        sound = (lowest_TK.isfinite() & highest_TK.isfinite() & (lowest_TK != highest_TK)).all()
-        if self._first_KD is None:
-            self._first_KD = taps_TKD[0].clone()
-            self._sound, self._varies_K = sound, (taps_TKD[-1] != self._first_KD).any(-1)
-        else:
-            self._sound = self._sound & sound
-            self._varies_K = self._varies_K | (taps_TKD[-1] != self._first_KD).any(-1)
-
-    def result(self) -> Tensor:
-        """() bool on the states' device: nothing is wrong with them."""
-        return self._sound & self._varies_K.all()
+def varying_rows(first_RLD: Tensor, last_RLD: Tensor) -> Tensor:
+    """(R,) bool: in every layer the states of a row's first and last token differ; see ``sound_tokens``."""
+    return (first_RLD != last_RLD).any(-1).all(-1)
 
 
 def _check_states(row: Row, taps_TKD: Tensor, names: list[str]) -> None:

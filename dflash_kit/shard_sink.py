@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .errors import KitError
 from .shard_format import Row
@@ -30,8 +29,8 @@ class PendingRow:
     """Host memory that it holds."""
     wait: Callable[[], object] | None = None
     """Blocks until the copy is complete; None when it is."""
-    taps_are_sound: Tensor | None = None
-    """() bool on the host, valid once ``wait`` has returned: the device found nothing wrong (``TapInspection``)."""
+    taps_are_sound: Callable[[], bool] = lambda: False
+    """Whether the device found nothing wrong (``sound_tokens``); to be asked once ``wait`` has returned."""
 
 
 class ShardSink:
@@ -147,7 +146,7 @@ class ShardSink:
                 if pending.wait is not None:
                     pending.wait()
                 if self._error is None:
-                    self._writer.add(pending.row, lane=lane, taps_are_sound=bool(pending.taps_are_sound))
+                    self._writer.add(pending.row, lane=lane, taps_are_sound=pending.taps_are_sound())
                     accepted = True
             except KitError as error:
                 self.fail(str(error))

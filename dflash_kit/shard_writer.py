@@ -125,7 +125,7 @@ class ShardWriter:
         Args:
             row: the row.
             lane: which of the growing shards takes it; two threads never use the same lane at once.
-            taps_are_sound: its hidden states were checked on the device already (``TapInspection``).
+            taps_are_sound: its hidden states were checked on the device already (``sound_tokens``).
 
         Raises:
             KitError: the row is not fit to train on (see ``check_row``), its id is there already, or the

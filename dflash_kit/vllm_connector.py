@@ -194,8 +194,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_connector_metadata(connector_metadata)
         if self._copier is not None and isinstance(connector_metadata, FinishedRequests):
-            for request in connector_metadata.requests:
-                self._copies[request.request_id] = self._capture(request)
+            self._capture(connector_metadata.requests)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report the requests whose copy is complete: their blocks may be reused."""
@@ -204,29 +203,23 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             del self._copies[request_id]
         return done or None, None
 
-    def _capture(self, request: FinishedRequest) -> Callable[[], bool]:
-        """Queue the request's row; returns a test for "its blocks may be reused"."""
+    def _capture(self, requests: list[FinishedRequest]) -> None:
+        """Queue the requests' rows, and keep of each a test for "its blocks may be reused"."""
+        self._copies |= {request.request_id: lambda: True for request in requests}
         if self._sink is None or self._copier is None:
-            return lambda: True
-        if self._lacks_states(request):
+            return
+        for request in filter(self._lacks_states, requests):
             self._sink.fail(
                 f"sample {request.sample_id}: vLLM {version.__version__} kept no states for part of its {len(request.token_ids)} "
                 "tokens, as versions do that cannot restore shared prefixes; set prefix_caching false"
             )
-            return lambda: True
-        copied = self._copier.copy(request.block_ids, len(request.token_ids))
-        mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
-        for start, end in request.loss_spans:
-            mask[start:end] = True
-        row = Row(
-            id=request.sample_id,
-            input_ids=torch.tensor(request.token_ids, dtype=torch.int32),
-            loss_mask=mask,
-            next_token=request.next_token,
-            **copied.parts,
-        )
-        self._sink.submit(PendingRow(row, copied.num_bytes, copied.wait, copied.taps_are_sound))
-        return copied.is_done
+        whole = [request for request in requests if not self._lacks_states(request)]
+        copies = self._copier.copy((request.block_ids, len(request.token_ids)) for request in whole)
+        for request, copied in zip(whole, copies, strict=True):
+            self._copies[request.request_id] = copied.is_done
+            self._sink.submit(
+                PendingRow(_row(request, copied.parts), copied.num_bytes, copied.wait, copied.taps_are_sound)
+            )
 
     def _lacks_states(self, request: FinishedRequest) -> bool:
         """Whether part of its tokens has no block of states, or vLLM's placeholder (block 0) for one."""
@@ -268,6 +261,19 @@ def _hidden_states_group(kv_cache_config: "KVCacheConfig") -> tuple[int, int]:
     if len(found) != 1:
         raise ValueError(f"{len(found)} of {len(groups)} cache groups hold hidden states; exactly one must")
     return found[0], groups[found[0]].kv_cache_spec.block_size
+
+
+def _row(request: FinishedRequest, parts: dict[str, Tensor]) -> Row:
+    mask = torch.zeros(len(request.token_ids), dtype=torch.bool)
+    for start, end in request.loss_spans:
+        mask[start:end] = True
+    return Row(
+        id=request.sample_id,
+        input_ids=torch.tensor(request.token_ids, dtype=torch.int32),
+        loss_mask=mask,
+        next_token=request.next_token,
+        **parts,
+    )
 
 
 def _finished_request(request: "Request", params: dict[str, Any], block_ids: list[int]) -> FinishedRequest:
