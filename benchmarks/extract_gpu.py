@@ -44,6 +44,8 @@ from extract_turns import (  # noqa: E402
 from dflash_kit.vllm_environment import EXTRACTION, environment  # noqa: E402
 
 SINKS = ("null", "memory", "disk")
+WARM_UP_PROMPTS = 64
+"""Prompts of the first turn, which does not count: enough to fill the writer's queue."""
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def measure(shape: str, options: argparse.Namespace, places: dict[str, Path], re
                 report.at(f"{shape}: turn {turn} of {name}")
                 with BusyMeter() as meter:
                     phases = turns[name](turn)
-                print(f"turn {turn} {name}: {figures.num_tokens / phases['seconds']:.0f} tokens/s", file=sys.stderr)
                 if turn > 0:
+                    print(f"turn {turn} {name}: {figures.num_tokens / phases['seconds']:.0f} tokens/s", file=sys.stderr)
                     figures.take(name, phases, meter.busy_share)
             if turn > 0:
                 report.add(**{shape: figures.summary()})
@@ -170,15 +172,19 @@ def all_turns(
 ) -> dict[str, Callable[[int], dict[str, float]]]:
     """What runs a turn, by name: of each engine, of ours with each sink."""
     turns: dict[str, Callable[[int], dict[str, float]]] = {}
+
+    def part(turn: int) -> list[Any]:
+        return samples if turn else samples[:WARM_UP_PROMPTS]
+
     for name in ("plain", "plain_as_ours"):
         if name in engines:
-            turns[name] = lambda turn, name=name: plain_turn(engines[name], samples, turn)  # type: ignore[misc]
+            turns[name] = lambda turn, name=name: plain_turn(engines[name], part(turn), turn)  # type: ignore[misc]
     for index, sink in enumerate(options.sink.split(",") if "shards" in engines else ()):
         turns[sink] = lambda turn, sink=sink, index=index: shards_turn(  # type: ignore[misc]
-            engines["shards"], job, samples, 10 * turn + index, places.get(sink)
+            engines["shards"], job, part(turn), 10 * turn + index, places.get(sink)
         )
     if "stock" in engines:
-        turns["stock"] = lambda turn: stock_turn(engines["stock"], samples, turn, places["memory"] / "stock")
+        turns["stock"] = lambda turn: stock_turn(engines["stock"], part(turn), turn, places["memory"] / "stock")
     return turns
 
 
@@ -222,7 +228,7 @@ class Figures:
             "gb_per_s": {
                 name: round(1e-9 * self._bytes_per_token * statistics.median(values), 2)
                 for name, values in rates.items()
-                if name != "plain"
+                if not name.startswith("plain")
             },
         }
 
