@@ -194,7 +194,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_connector_metadata(connector_metadata)
         if self._copier is not None and isinstance(connector_metadata, FinishedRequests):
-            self._capture(connector_metadata.requests)
+            self._copies |= self._capture(connector_metadata.requests)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report the requests whose copy is complete: their blocks may be reused."""
@@ -203,11 +203,11 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             del self._copies[request_id]
         return done or None, None
 
-    def _capture(self, requests: list[FinishedRequest]) -> None:
-        """Queue the requests' rows, and keep of each a test for "its blocks may be reused"."""
-        self._copies |= {request.request_id: lambda: True for request in requests}
+    def _capture(self, requests: list[FinishedRequest]) -> dict[str, Callable[[], bool]]:
+        """Queue the requests' rows; returns a test for "its blocks may be reused" by id of the request."""
+        tests: dict[str, Callable[[], bool]] = {request.request_id: lambda: True for request in requests}
         if self._sink is None or self._copier is None:
-            return
+            return tests
         for request in filter(self._lacks_states, requests):
             self._sink.fail(
                 f"sample {request.sample_id}: vLLM {version.__version__} kept no states for part of its {len(request.token_ids)} "
@@ -216,10 +216,11 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         whole = [request for request in requests if not self._lacks_states(request)]
         copies = self._copier.copy((request.block_ids, len(request.token_ids)) for request in whole)
         for request, copied in zip(whole, copies, strict=True):
-            self._copies[request.request_id] = copied.is_done
+            tests[request.request_id] = copied.is_done
             self._sink.submit(
                 PendingRow(_row(request, copied.parts), copied.num_bytes, copied.wait, copied.taps_are_sound)
             )
+        return tests
 
     def _lacks_states(self, request: FinishedRequest) -> bool:
         """Whether part of its tokens has no block of states, or vLLM's placeholder (block 0) for one."""

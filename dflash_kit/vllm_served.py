@@ -118,13 +118,16 @@ class ServedShardConnector(ShardConnector):
         repeated, self._repeated = self._repeated, []
         return {**status, "accepted": [*status["accepted"], *repeated]}
 
-    def _capture(self, request: FinishedRequest) -> "Callable[[], bool]":
-        if self._sink is not None and request.sample_id in self._captured:
-            # A client that was killed had asked for it, too.
-            self._repeated.append((request.sample_id, len(request.token_ids)))
-            return lambda: True
-        self._captured.add(request.sample_id)
-        return super()._capture(request)
+    def _capture(self, requests: list[FinishedRequest]) -> "dict[str, Callable[[], bool]]":
+        new = []
+        for request in requests:
+            if self._sink is not None and request.sample_id in self._captured:
+                # A client that was killed had asked for it, too.
+                self._repeated.append((request.sample_id, len(request.token_ids)))
+            else:
+                self._captured.add(request.sample_id)
+                new.append(request)
+        return {request.request_id: lambda: True for request in requests} | super()._capture(new)
 
 
 class SessionAccess(WriterAccess):

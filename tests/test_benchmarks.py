@@ -150,7 +150,7 @@ def test_sinks_are_changed_between_turns(tiny_target: Path, tmp_path: Path) -> N
     )
     connector = object.__new__(extract_sinks.SwitchableConnector)
     connector._sink = connector._error = None
-    connector._block_size, connector._num_lanes, connector._header, connector._copies = 16, 2, header, {}
+    connector._block_size, connector._num_lanes, connector._header = 16, 2, header
     connector._copier = StateCopier(torch.randn(4, 16, 2, header.hidden_size), header)
     connector._extra = {"folder": str(tmp_path / "first"), "writer": {}, "max_pending_bytes": 1 << 20}
     connector._open_sink()

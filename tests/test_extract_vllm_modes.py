@@ -105,9 +105,9 @@ def test_a_request_without_all_its_states_stops_the_run_and_names_the_setting(se
     cache = torch.randn(4, 16, header.num_taps, header.hidden_size)
     connector._copier = StateCopier(cache, header)
     whole = FinishedRequest("r1", "whole", list(range(40)), 7, [[20, 40]], [3, 2, 1])
-    assert connector._capture(whole)()
+    assert connector._capture([whole])["r1"]()
     assert connector.flush()["error"] is None
-    assert connector._capture(replace(whole, sample_id="short", block_ids=block_ids))()
+    assert connector._capture([replace(whole, sample_id="short", block_ids=block_ids)])["r1"]()
     error = connector.finish(None)["error"]
     assert re.search(
         r"sample short: vLLM .* kept no states for part of its 40 tokens.*; set prefix_caching false", error

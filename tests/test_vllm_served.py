@@ -44,11 +44,14 @@ def connector(tiny_target, tmp_path, monkeypatch):
     connector.shutdown()
 
 
-def capture(connector, sample_id):
+def capture(connector, *sample_ids):
+    """Requests that finished in one step."""
     from dflash_kit.vllm_connector import FinishedRequest
 
-    is_done = connector._capture(FinishedRequest("r", sample_id, list(range(20)), 7, [[5, 20]], [1, 2]))
-    assert is_done()
+    tokens = list(range(20))
+    requests = [FinishedRequest(f"r{i}", name, tokens, 7, [[5, 20]], [1, 2]) for i, name in enumerate(sample_ids)]
+    tests = connector._capture(requests)
+    assert [is_done() for is_done in tests.values()] == [True] * len(sample_ids)
 
 
 def test_nothing_is_opened_before_a_client_asks_and_all_is_released_after(connector, tmp_path):
@@ -79,13 +82,13 @@ def test_a_takeover_makes_rows_durable_and_repeats_none(connector, tmp_path):
     capture(connector, "a")
     second = connector.open_session(42)["session"]
     assert open_shards(tmp_path / "shards").ids == ["a"]  # the second client sees it, and does not ask again
-    capture(connector, "b")  # the first one's, late; the second one has asked for it, too
+    capture(connector, "b", "b")  # the first one's, late; the second one has asked for it, too
     capture(connector, "b")
     assert "another client" in connector.session_status(first)["error"]
     assert "another client" in connector.finish_session(first, None)["error"]
     status = connector.finish_session(second, None)
     assert status["error"] is None
-    assert [sample_id for sample_id, _ in status["accepted"]] == ["b", "b"]
+    assert [sample_id for sample_id, _ in status["accepted"]] == ["b", "b", "b"]
     assert sorted(open_shards(tmp_path / "shards").ids) == ["a", "b"]
 
 
