@@ -16,6 +16,7 @@ Written for vLLM 0.26 (CUDA) and 0.32 (CPU), which differ in the layout of the c
 ``vllm_copy``.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.shard_format import NO_NEXT_TOKEN, Row, ShardsHeader
 from dflash_kit.shard_sink import PendingRow, ShardSink, num_writer_lanes
 from dflash_kit.shard_writer import ShardWriter
+from dflash_kit.vllm_calls import CLOSE_S
 from dflash_kit.vllm_copy import StateCopier
 
 if TYPE_CHECKING:
@@ -141,7 +143,9 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Find the cache of hidden states and open the shards, on rank 0 only."""
+        """Find the cache of hidden states and open the shards, on rank 0 only; every rank ends with the driver."""
+        self._extra = self._kv_transfer_config.kv_connector_extra_config
+        self._watch_driver()  # a rank that waits for one that is gone would do so for ever
         if get_tensor_model_parallel_rank() != 0:
             return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
@@ -149,7 +153,6 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"expected one layer that caches hidden states, found {list(layers)}")
         cache = kv_caches[next(iter(layers))]
         cache_NSLD = cache if TOKENS_BEFORE_TAPS else cache.transpose(1, 2)
-        self._extra = self._kv_transfer_config.kv_connector_extra_config
         self._header = ShardsHeader.from_dict(self._extra["header"])
         expected = (self._block_size, self._extra["num_captured_layers"], self._header.hidden_size)
         if tuple(cache_NSLD.shape[1:]) != expected:
@@ -158,10 +161,19 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_lanes = num_writer_lanes() if cache_NSLD.is_cuda else 1
         self._start()
 
+    def _watch_driver(self) -> None:
+        end_with_driver(self._extra["driver_pid"], self._end)
+
+    def _end(self) -> None:
+        """What is left to do without a driver; ranks that do not write leave that much time to the one that does."""
+        if self._copier is None:
+            time.sleep(CLOSE_S)
+        else:
+            self.shutdown()
+
     def _start(self) -> None:
         """Open the shards, which are written for the driver that has started this engine."""
         self._open_sink()
-        end_with_driver(self._extra["driver_pid"], self.shutdown)
 
     def _open_sink(self) -> ShardWriter | None:
         extra = self._extra

@@ -45,6 +45,9 @@ class ServedShardConnector(ShardConnector):
             return False, None
         return super().request_finished(request, block_ids)
 
+    def _watch_driver(self) -> None:
+        """Who serves is known when the first client asks."""
+
     def _start(self) -> None:
         """Nothing is opened yet; the header names the vLLM that serves, wherever the command was printed."""
         self._header = replace(self._header, engine_version=installed_vllm() or "unknown")
@@ -71,11 +74,11 @@ class ServedShardConnector(ShardConnector):
             ``error`` (None: all is well), and then ``session``, ``notes`` on what was mended, and ``manifest_bytes`` and
             ``manifest_sha256`` of the share's manifest, which only grows: by these a client knows the folder.
         """
+        if self._session == 0:
+            end_with_driver(server_pid, self._end)
+        self._session += 1
         if self._copier is None:
             return None
-        if self._session == 0:
-            end_with_driver(server_pid, self.shutdown)
-        self._session += 1
         self._repeated, notes = [], []
         if self._sink is not None and self._sink.flush()["error"] is not None:
             super().finish(None)  # what has failed may work now, with room on the disk

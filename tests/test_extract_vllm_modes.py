@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,22 @@ def test_a_request_without_all_its_states_stops_the_run_and_names_the_setting(se
         r"sample short: vLLM .* kept no states for part of its 40 tokens.*; set prefix_caching false", error
     )
     assert open_shards(tmp_path / "shards").ids == ["whole"]
+
+
+def test_a_rank_that_does_not_write_ends_with_the_driver_and_leaves_the_writer_time(monkeypatch):
+    from dflash_kit import vllm_connector
+
+    watched, waited = [], []
+    monkeypatch.setattr(vllm_connector, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(vllm_connector, "end_with_driver", lambda pid, finish: watched.append((pid, finish)))
+    monkeypatch.setattr(vllm_connector, "time", SimpleNamespace(sleep=waited.append))
+    connector = object.__new__(vllm_connector.ShardConnector)
+    connector._copier = None
+    connector._kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"driver_pid": 42})
+    connector.register_kv_caches({})
+    ((pid, finish),) = watched
+    finish()
+    assert (pid, waited) == (42, [vllm_connector.CLOSE_S])
 
 
 def test_two_ranks_write_each_row_once_and_free_its_blocks(setting, tmp_path, monkeypatch):
