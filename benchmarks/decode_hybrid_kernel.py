@@ -169,7 +169,7 @@ def measure(layers: Layers, repetitions: int) -> dict[str, Any]:
     """Milliseconds a layer by stage, both whole layers, errors and counts, of the pass that was taken."""
     before, behind = layers.around()
     forms = layers.delta_stages()
-    facts: dict[str, Any] = {"rows": layers.count, "config": delta_config(layers.count)}
+    facts: dict[str, Any] = {"rows": layers.count}
     # First, while the inputs of the delta rule are what was drawn: the convolution makes others.
     facts["error"] = {name: attempt(lambda run=run: error(layers, run)) for name, run in whole(forms).items()}  # type: ignore[misc]
     with preferred_library(layers.count):
@@ -185,6 +185,7 @@ def measure(layers: Layers, repetitions: int) -> dict[str, Any]:
 
         config = delta_config(layers.count)
         assert config is not None
+        facts["config"] = config
         facts["counts"] = counts(layers.shape, layers.seen.cpu(), layers.count, one_kernel_config(layers.count), config)
     return facts
 

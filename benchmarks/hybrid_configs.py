@@ -20,7 +20,7 @@ FEW_ROWS = [
     DeltaConfig(16, 32, 2, 32, 3, 16, 1, 16, 1),
 ]  # fmt: skip
 MANY_ROWS = [
-    DeltaConfig(32, 64, 4, 16, 3, 32, 2, 32, 2), DeltaConfig(64, 64, 8, 32, 2, 32, 4, 32, 2),
+    DeltaConfig(32, 64, 4, 16, 3, 32, 2, 32, 2), DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2),
     DeltaConfig(32, 32, 2, 16, 3, 32, 2, 32, 2), DeltaConfig(32, 128, 8, 16, 3, 32, 2, 16, 2),
     DeltaConfig(32, 64, 4, 16, 3, 16, 2, 32, 2), DeltaConfig(32, 64, 4, 16, 3, 32, 4, 32, 2),
     DeltaConfig(16, 64, 4, 32, 2, 32, 4, 16, 2), DeltaConfig(64, 64, 8, 16, 3, 16, 4, 32, 2),

@@ -187,7 +187,7 @@ def delta_config(num_rows: int) -> DeltaConfig | None:
         return DeltaConfig(16, 32, 4, 32, 2, 32, 2, 16, 2)
     if num_rows <= 128:
         return DeltaConfig(32, 64, 4, 16, 3, 32, 2, 32, 2)
-    return DeltaConfig(64, 64, 8, 32, 2, 32, 4, 32, 2)
+    return DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2)
 
 
 def power_of_two(number: int) -> int:

@@ -89,9 +89,10 @@ def tree_products_kernel(
         own = local[:, None] == local[None, :]
         system = tl.where(own, 0.0, write[:, None] * decay * by_key)
         unit = tl.where(own, 1.0, 0.0)
-        # Level by level: a row is final one step after its ancestors, so this repeats forward substitution exactly.
+        # Level by level: a row is final one step after its ancestors, so this repeats forward substitution exactly. Two
+        # steps at a time: used once in a loop, ``system`` would be brought into the products' layout at every step.
         inverse = unit - system
-        for _ in range(num_steps - 1):
+        for _ in tl.range(0, num_steps - 1, loop_unroll_factor=2):
             inverse = unit - tl.dot(system, inverse, input_precision=PRECISION)
         inverse *= write[None, :]
         at = (head * num_tiles + tile) * ROWS * ROWS + square
