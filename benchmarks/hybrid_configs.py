@@ -16,14 +16,14 @@ from decode import delta_rule
 from decode.delta_rule import DeltaConfig, DeltaShape, tree_delta
 
 FEW_ROWS = [
-    DeltaConfig(16, 32, 4, 32, 2, 32, 2, 16, 2), DeltaConfig(16, 64, 4, 32, 2, 64, 4, 16, 2),
-    DeltaConfig(16, 32, 2, 32, 3, 16, 1, 16, 1),
+    DeltaConfig(16, 32, 4, 32, 2, 32, 2, 16, 2), DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2),
+    DeltaConfig(16, 64, 4, 32, 2, 64, 4, 16, 2),
 ]  # fmt: skip
 MANY_ROWS = [
-    DeltaConfig(32, 64, 4, 16, 3, 32, 2, 32, 2), DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2),
-    DeltaConfig(32, 32, 2, 16, 3, 32, 2, 32, 2), DeltaConfig(32, 128, 8, 16, 3, 32, 2, 16, 2),
-    DeltaConfig(32, 64, 4, 16, 3, 16, 2, 32, 2), DeltaConfig(32, 64, 4, 16, 3, 32, 4, 32, 2),
-    DeltaConfig(16, 64, 4, 32, 2, 32, 4, 16, 2), DeltaConfig(64, 64, 8, 16, 3, 16, 4, 32, 2),
+    DeltaConfig(32, 64, 2, 16, 3, 32, 2, 16, 2), DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2),
+    DeltaConfig(32, 64, 4, 16, 3, 32, 4, 32, 2), DeltaConfig(32, 32, 2, 16, 3, 32, 2, 32, 1),
+    DeltaConfig(32, 128, 4, 16, 3, 16, 2, 16, 2), DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2),
+    DeltaConfig(64, 64, 8, 16, 3, 16, 4, 32, 2),
 ]  # fmt: skip
 """By whether a pass has more than 16 rows; the likeliest first. Compiled for sm_90, none spills at widths of 128."""
 MAX_ERROR = 1e-4

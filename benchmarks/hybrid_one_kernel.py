@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from decode.delta_rule import PRECISION, DeltaRows, DeltaShape, power_of_two
-from decode.delta_rule_kernels import _products
 from decode.fused_ops import INTERPRETED
 
 
@@ -16,6 +15,26 @@ def _seen(mask, row, used, mask_stride, first, column):
     """Whether each row may look at each of a tile of columns that begins with ``first``."""
     word = tl.load(mask + row * mask_stride + first // 64, mask=used, other=0)
     return ((word[:, None] >> (column % 64).to(tl.int64)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _products(
+    q, k, row, column, num_rows, key_head, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys and queries of a tile of rows times the keys of a tile of columns, both (ROWS, ROWS)."""
+    by_key, by_query = tl.zeros((ROWS, ROWS), tl.float32), tl.zeros((ROWS, ROWS), tl.float32)
+    for begin in tl.range(0, KEY, CHUNK, num_stages=STAGES):
+        key = begin + tl.arange(0, CHUNK)
+        at = (row * KEY_HEADS + key_head)[:, None] * KEY + key[None, :]
+        inside = (row < num_rows)[:, None] & (key < KEY)[None, :]
+        other = tl.load(
+            k + (column * KEY_HEADS + key_head)[None, :] * KEY + key[:, None],
+            mask=(column < num_rows)[None, :] & (key < KEY)[:, None], other=0.0,
+        )  # fmt: skip
+        by_key = tl.dot(tl.load(k + at, mask=inside, other=0.0), other, by_key, input_precision=PRECISION)
+        by_query = tl.dot(tl.load(q + at, mask=inside, other=0.0), other, by_query, input_precision=PRECISION)
+    return by_key, by_query
 
 
 @triton.jit(do_not_specialize=["num_rows", "mask_stride"])

@@ -14,6 +14,26 @@ import triton.language as tl
 
 
 @triton.jit
+def _coarse(x):
+    """The nearest tf32 number of a finite one; tensor cores drop the lower bits of what they are given."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    """total + a b; "tf32x3": of three tf32 products, without the tests for infinities that Triton's own makes."""
+    if PRECISION == "tf32x3":
+        high_a, high_b = _coarse(a), _coarse(b)
+        low_a, low_b = a - high_a, b - high_b
+        rest = tl.dot(high_a, low_b, input_precision="tf32")
+        rest = tl.dot(low_a, high_b, rest, input_precision="tf32")
+        total = tl.dot(high_a, high_b, total + rest, input_precision="tf32")
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def _seen(mask, row, used, mask_stride, first, COLUMNS: tl.constexpr):
     """Whether each row may look at each of COLUMNS columns from ``first`` on, a multiple of COLUMNS; at most 64."""
     word = tl.load(mask + row * mask_stride + first // 64, mask=used, other=0) >> (first % 64)
@@ -50,8 +70,8 @@ def _products(
             k + (column * KEY_HEADS + key_head)[None, :] * KEY + key[:, None],
             mask=(column < num_rows)[None, :] & (key < KEY)[:, None], other=0.0,
         )  # fmt: skip
-        by_key = tl.dot(tl.load(k + at, mask=inside, other=0.0), other, by_key, input_precision=PRECISION)
-        by_query = tl.dot(tl.load(q + at, mask=inside, other=0.0), other, by_query, input_precision=PRECISION)
+        by_key = _dot(tl.load(k + at, mask=inside, other=0.0), other, by_key, PRECISION)
+        by_query = _dot(tl.load(q + at, mask=inside, other=0.0), other, by_query, PRECISION)
     return by_key, by_query
 
 
@@ -65,7 +85,7 @@ def tree_products_kernel(
     """What the rows are to one another, and what the state answers them.
 
     Grid: value heads, tiles of rows, then T tiles of columns followed by blocks of BLOCK_V value columns. A program with
-    its own tile of columns makes ``inverses`` = (I + system)^-1 diag(beta), ``looks`` = (products of queries) inverses,
+    its own tile of columns makes ``inverses`` = (I - system)^-1 diag(beta), ``looks`` = (products of queries) inverses,
     both (H, T, ROWS, ROWS), and ``summed`` (R, H). One with an earlier tile makes ``by_keys`` and ``by_queries`` (KH, T (T - 1) / 2, ROWS, ROWS), once
     for all value heads of a key head. One with value columns makes ``asked`` = e^G S q and, in the place of ``updates``,
     v - e^G S k, both (R, H, Dv).
@@ -87,17 +107,17 @@ def tree_products_kernel(
         decay = tl.where(seen, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
         by_key, by_query = _products(q, k, row, row, num_rows, key_head, KEY_HEADS, KEY, CHUNK, ROWS, PRECISION, STAGES)
         own = local[:, None] == local[None, :]
-        system = tl.where(own, 0.0, write[:, None] * decay * by_key)
+        system = tl.where(own, 0.0, -write[:, None] * decay * by_key)
         unit = tl.where(own, 1.0, 0.0)
         # Level by level: a row is final one step after its ancestors, so this repeats forward substitution exactly. Two
         # steps at a time: used once in a loop, ``system`` would be brought into the products' layout at every step.
-        inverse = unit - system
+        inverse = unit + system
         for _ in tl.range(0, num_steps - 1, loop_unroll_factor=2):
-            inverse = unit - tl.dot(system, inverse, input_precision=PRECISION)
+            inverse = _dot(system, inverse, unit, PRECISION)
         inverse *= write[None, :]
         at = (head * num_tiles + tile) * ROWS * ROWS + square
         tl.store(inverses + at, inverse)
-        tl.store(looks + at, tl.dot(decay * by_query, inverse, input_precision=PRECISION))
+        tl.store(looks + at, _dot(decay * by_query, inverse, tl.zeros((ROWS, ROWS), tl.float32), PRECISION))
     elif part < tile:
         if head % group == 0:
             column = part * ROWS + local
@@ -120,8 +140,8 @@ def tree_products_kernel(
                 state + (head * KEY + key)[:, None] * VALUE + value[None, :],
                 mask=(key < KEY)[:, None] & in_value, other=0.0,
             )  # fmt: skip
-            right = tl.dot(tl.load(k + at_key, mask=inside, other=0.0), start, right, input_precision=PRECISION)
-            result = tl.dot(tl.load(q + at_key, mask=inside, other=0.0), start, result, input_precision=PRECISION)
+            right = _dot(tl.load(k + at_key, mask=inside, other=0.0), start, right, PRECISION)
+            result = _dot(tl.load(q + at_key, mask=inside, other=0.0), start, result, PRECISION)
         shrink = tl.exp(_summed(g, mask, row, used, tile, head, num_rows, mask_stride, HEADS, ROWS))[:, None]
         at_value = (row * HEADS + head)[:, None] * VALUE + value[None, :]
         inside_value = used[:, None] & in_value
@@ -166,11 +186,11 @@ def tree_solve_kernel(
             )
             pair = (first_pair + tile * (tile - 1) // 2 + first // ROWS) * ROWS * ROWS
             at = pair + local[:, None] * ROWS + (column % ROWS)[None, :]
-            right -= tl.dot(decay * tl.load(by_keys + at), known, input_precision=PRECISION)
-            result += tl.dot(decay * tl.load(by_queries + at), known, input_precision=PRECISION)
+            right = _dot(-decay * tl.load(by_keys + at), known, right, PRECISION)
+            result = _dot(decay * tl.load(by_queries + at), known, result, PRECISION)
         own = (head * num_tiles + tile) * ROWS * ROWS + square
-        solved = tl.dot(tl.load(inverses + own), right, input_precision=PRECISION)
-        result += tl.dot(tl.load(looks + own), right, input_precision=PRECISION)
+        solved = _dot(tl.load(inverses + own), right, tl.zeros((ROWS, BLOCK_V), tl.float32), PRECISION)
+        result = _dot(tl.load(looks + own), right, result, PRECISION)
         tl.store(updates + at_value, solved, mask=inside)
         tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # later tiles read these updates along the other axis

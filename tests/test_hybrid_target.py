@@ -16,7 +16,7 @@ from test_fused_target import DEVICE, TAPS, error, greedy_reference, prompt, tin
 
 from decode import fused_ops
 from decode.delta_ops import commit_states, delta_inputs, gated_norm, gated_rope
-from decode.delta_rule import TILES, DeltaConfig, DeltaRows, DeltaShape, delta_config, tree_delta
+from decode.delta_rule import DeltaConfig, DeltaRows, DeltaShape, delta_config, tree_delta
 from decode.fused_drafter import FusedDrafter
 from decode.fused_ops import INTERPRETED, pack_mask
 from decode.fused_round import FusedRound, decode_greedy
@@ -171,11 +171,31 @@ def test_delta_kernel_reference_on_a_chain(config: DeltaConfig, monkeypatch: pyt
         assert error(ours, reference) < 1e-5
 
 
+def coarse_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's tf32 products drop what tensor cores drop: the lower 13 bits of what they multiply."""
+    import numpy
+    from triton._C.libtriton import ir
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    exact = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        if precision == ir.INPUT_PRECISION.TF32:
+            a, b = (
+                TensorHandle((x.data.view(numpy.int32) & -0x2000).view(numpy.float32), x.dtype.scalar) for x in (a, b)
+            )
+        return exact(self, a, b, d, precision, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 @needs_kernels
-@pytest.mark.parametrize("tile", TILES)
-def test_delta_kernels_equal_the_float64_reference(tile: int) -> None:
+@pytest.mark.parametrize(("tile", "precision"), [(16, "tf32x3"), (32, "ieee"), (64, "tf32x3")])
+def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of 64 nodes, three value heads to a key head: an ordinary one, one whose keys are all but equal and are
     written in full, one that forgets nearly all at every node; whatever was left in the buffers is not read."""
+    if INTERPRETED:
+        coarse_products(monkeypatch)
     generator, shape = torch.Generator().manual_seed(tile), DeltaShape(key_heads=2, heads=6, key=24, value=20, kernel=4)
     tree = build_tree(3 * torch.randn(15, 97, generator=generator), 64)
     on_path, rows = ancestor_mask(tree.parents), DeltaRows.allocate(1, 65, shape, torch.zeros(1, device=DEVICE))
@@ -197,7 +217,8 @@ def test_delta_kernels_equal_the_float64_reference(tile: int) -> None:
         part.fill_(float("nan"))
     chosen = delta_config({16: 16, 32: 72, 64: 264}[tile])
     if INTERPRETED or chosen is None:
-        chosen = DeltaConfig(tile, 32, 4, 16, 2, 16, 4, 16, 2, "ieee")
+        chosen = DeltaConfig(tile, 32, 4, 16, 2, 16, 4, 16, 2)
+    chosen = chosen._replace(precision=precision)
     assert chosen.rows == tile
     tree_delta(rows, 0, state.to(DEVICE), pack_mask(on_path).to(DEVICE), shape, chosen)
     for ours, reference in zip((rows.out.view(65, 6, 20), rows.updates[0], rows.summed[0]), exact, strict=True):
