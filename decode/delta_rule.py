@@ -173,14 +173,14 @@ def tree_solve(rows: DeltaRows, layer: int, mask: Tensor, shape: DeltaShape, con
     kernel: Any = tree_solve_kernel
     kernel[(shape.heads, -(-shape.value // config.solve_columns))](
         s.inverses, s.looks, s.by_keys, s.by_queries, s.asked, rows.updates[layer], rows.summed[layer], mask, rows.out,
-        count, mask.stride(0), KEY_HEADS=shape.key_heads, HEADS=shape.heads, VALUE=shape.value,
+        count, mask.stride(0), 1, KEY_HEADS=shape.key_heads, HEADS=shape.heads, VALUE=shape.value,
         BLOCK_V=config.solve_columns, ROWS=config.rows, CHUNK=config.solve_chunk, PRECISION=config.precision,
         STAGES=config.solve_stages, num_warps=config.solve_warps, num_stages=1,
     )  # fmt: skip
 
 
 def delta_config(num_rows: int) -> DeltaConfig | None:
-    """How the kernels run; None for torch's own solve. No register is spilled with any of these (widths of 128)."""
+    """How the kernels run; None for torch's own solve. At widths of 128 no register is spilled, beyond 128 rows one."""
     if INTERPRETED:
         return DeltaConfig(16 if num_rows <= 16 else 64, 16, 4, 32, 1, 16, 4, 16, 1, "ieee")
     if num_rows <= 16:

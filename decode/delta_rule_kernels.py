@@ -150,16 +150,16 @@ def tree_products_kernel(
         tl.store(asked + at_value, shrink * result, mask=inside_value)
 
 
-@triton.jit(do_not_specialize=["num_rows", "mask_stride"])
+@triton.jit(do_not_specialize=["num_rows", "mask_stride", "once"])
 def tree_solve_kernel(
     inverses, looks, by_keys, by_queries, asked, updates, summed, mask, out,
-    num_rows, mask_stride,
+    num_rows, mask_stride, once,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_V: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Updates in place of what ``tree_products_kernel`` left there, and outputs; tiles of rows after one another.
 
-    Grid: value heads, blocks of BLOCK_V value columns.
+    Grid: value heads, blocks of BLOCK_V value columns. ``once`` is 1.
     """
     head, part = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -173,9 +173,9 @@ def tree_solve_kernel(
         used = row < num_rows
         at_value = (row * HEADS + head)[:, None] * VALUE + value[None, :]
         inside = used[:, None] & in_value
-        right = tl.load(updates + at_value, mask=inside, other=0.0)
-        result = tl.load(asked + at_value, mask=inside, other=0.0)
         total = tl.load(summed + row * HEADS + head, mask=used, other=0.0)
+        right = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        result = tl.zeros((ROWS, BLOCK_V), tl.float32)
         for first in tl.range(0, tile * ROWS, CHUNK, num_stages=STAGES):
             column = first + tl.arange(0, CHUNK)
             seen = _seen(mask, row, used, mask_stride, first, CHUNK)
@@ -189,8 +189,12 @@ def tree_solve_kernel(
             right = _dot(-decay * tl.load(by_keys + at), known, right, PRECISION)
             result = _dot(decay * tl.load(by_queries + at), known, result, PRECISION)
         own = (head * num_tiles + tile) * ROWS * ROWS + square
-        solved = _dot(tl.load(inverses + own), right, tl.zeros((ROWS, BLOCK_V), tl.float32), PRECISION)
-        result = _dot(tl.load(looks + own), right, result, PRECISION)
-        tl.store(updates + at_value, solved, mask=inside)
-        tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
+        # A loop of one round: only in loops are several loads in flight, elsewhere each waits for the one before.
+        for _ in tl.range(0, once, num_stages=STAGES):
+            given = right + tl.load(updates + at_value, mask=inside, other=0.0)
+            seen_before = result + tl.load(asked + at_value, mask=inside, other=0.0)
+            solved = _dot(tl.load(inverses + own), given, tl.zeros((ROWS, BLOCK_V), tl.float32), PRECISION)
+            whole = _dot(tl.load(looks + own), given, seen_before, PRECISION)
+            tl.store(updates + at_value, solved, mask=inside)
+            tl.store(out + at_value, whole.to(out.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # later tiles read these updates along the other axis
