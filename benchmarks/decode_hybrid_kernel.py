@@ -6,8 +6,9 @@ Layers of a hybrid's shape with random weights and states, as many as keep weigh
 (``--layers``). For every budget, milliseconds a layer of each stage (a CUDA graph of all layers, over their number):
 ``input_norm``, ``input_product``, ``convolution``, ``delta_products`` and ``delta_solve`` (the two kernels of the delta
 rule) with ``delta_two_kernels`` (both), ``delta_one_kernel`` (the form before), ``gated_norm``, ``output_product``, and the
-feed-forward part. ``layer_two_kernels`` and ``layer_one_kernel`` are all stages one after another. Budget 0 is the single
-row of an autoregressive step; what a verification takes above it is each stage's difference, times the linear layers. Errors
+feed-forward part; ``head`` is the product with the vocabulary, once a pass. ``layer_two_kernels`` and ``layer_one_kernel``
+are all stages one after another. Budget 0 is the single row of an autoregressive step; ``over_one_row`` is what a
+verification takes above it in a whole pass, by stage (attention layers' own parts are not in it). Errors
 are the updates' against float64. ``counts`` says what both forms have to do (`hybrid_counts.py`). Other configurations of
 the two kernels come last, while there is time (``--limit_s``).
 
@@ -68,6 +69,7 @@ class Layers:
         self.gate_up, self.down = self.draw(2 * inner, self.hidden), self.draw(self.hidden, inner)
         self.conv, self.gain = self.draw(shape.channels, KERNEL), self.draw(self.hidden)
         self.head_gain = self.draw(shape.value)
+        self.head = self.like.new_empty(sizes["vocab_size"], self.hidden).normal_(std=self.hidden**-0.5)
         self.a_log, self.dt_bias = (torch.rand(shape.heads, dtype=torch.float32, device=device) for _ in range(2))
         size = (num_layers, shape.heads, shape.key, shape.value)
         self.states = torch.randn(size, dtype=torch.float32, device=device)
@@ -87,6 +89,7 @@ class Layers:
         self.residual, self.normed, self.delta = (self.like.new_empty(count, self.hidden).normal_() for _ in range(3))
         self.wide = self.like.new_empty(count, self.gate_up.shape[1])
         self.activated = self.like.new_empty(count, self.down.shape[2])
+        self.logits = self.like.new_empty(count, self.head.shape[0])
         self.rows.mixed.normal_()
 
     def delta_stages(self) -> dict[str, Stage]:
@@ -109,6 +112,10 @@ class Layers:
             "delta_two_kernels": rule,
             "delta_one_kernel": lambda i: one_kernel_delta(self.rows, i, self.states[i], self.mask, self.shape),
         }
+
+    def choose(self, _layer: int) -> None:
+        """The product that gives logits."""
+        linear(self.normed, self.head, None, self.logits)
 
     def around(self) -> tuple[dict[str, Stage], dict[str, Stage]]:
         """What a layer does before the delta rule and behind it."""
@@ -155,6 +162,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         layers.take(budget)
         found[str(budget)] = attempt(lambda: measure(layers, options.repetitions))
         report.add(budgets=found)
+    report.add(over_one_row=attempt(lambda: over_one_row(found, SHAPES[options.shape]["num_hidden_layers"])))
     if options.configs and ON_GPU:
         for budget in sorted(budgets, key=lambda budget: (budget != 64, budget)):
             report.at(f"configurations: budget {budget}")
@@ -175,7 +183,7 @@ def measure(layers: Layers, repetitions: int) -> dict[str, Any]:
     with preferred_library(layers.count):
         facts["ms"] = {
             name: attempt(lambda stage=stage: ms_a_layer(layers, [stage], repetitions))  # type: ignore[misc]
-            for name, stage in (before | forms | behind).items()
+            for name, stage in (before | forms | behind | {"head": layers.choose}).items()
         }
         for name, run in whole(forms).items():
             steps = [*before.values(), run, *behind.values()]
@@ -188,6 +196,21 @@ def measure(layers: Layers, repetitions: int) -> dict[str, Any]:
         facts["config"] = config
         facts["counts"] = counts(layers.shape, layers.seen.cpu(), layers.count, one_kernel_config(layers.count), config)
     return facts
+
+
+def over_one_row(found: dict[str, Any], num_layers: int) -> dict[str, dict[str, float]]:
+    """Milliseconds by stage that a pass of each budget takes above the pass of one row; three layers in four are linear."""
+    one = found.get("0", {}).get("ms", {})
+    times = dict.fromkeys(("input_norm", "post_norm", "gate_and_up", "down_product"), num_layers) | {"head": 1}
+    return {
+        budget: {
+            name: round((ms - one[name]) * times.get(name, num_layers * 3 // 4), 3)
+            for name, ms in entry["ms"].items()
+            if isinstance(ms, float) and isinstance(one.get(name), float)
+        }
+        for budget, entry in found.items()
+        if budget != "0" and isinstance(entry, dict)
+    }
 
 
 def whole(forms: dict[str, Stage]) -> dict[str, Stage]:

@@ -25,7 +25,7 @@ MANY_ROWS = [
     DeltaConfig(32, 128, 4, 16, 3, 16, 2, 16, 2), DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2),
     DeltaConfig(64, 64, 8, 16, 3, 16, 4, 32, 2),
 ]  # fmt: skip
-"""By whether a pass has more than 16 rows; the likeliest first. Compiled for sm_90, none spills more than 4 bytes at widths of 128."""
+"""By whether a pass has more than 16 rows; the likeliest first. Compiled for sm_90, none spills more than 20 bytes at widths of 128."""
 MAX_ERROR = 1e-4
 
 

@@ -180,7 +180,7 @@ def tree_solve(rows: DeltaRows, layer: int, mask: Tensor, shape: DeltaShape, con
 
 
 def delta_config(num_rows: int) -> DeltaConfig | None:
-    """How the kernels run; None for torch's own solve. At widths of 128 no register is spilled, beyond 128 rows one."""
+    """How the kernels run; None for torch's own solve. At widths of 128 nothing is spilled, beyond 128 rows a few bytes."""
     if INTERPRETED:
         return DeltaConfig(16 if num_rows <= 16 else 64, 16, 4, 32, 1, 16, 4, 16, 1, "ieee")
     if num_rows <= 16:
