@@ -196,7 +196,7 @@ def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, mo
     written in full, one that forgets nearly all at every node; whatever was left in the buffers is not read."""
     if INTERPRETED:
         coarse_products(monkeypatch)
-    generator, shape = torch.Generator().manual_seed(tile), DeltaShape(key_heads=2, heads=6, key=24, value=20, kernel=4)
+    generator, shape = torch.Generator().manual_seed(tile), DeltaShape(key_heads=2, heads=6, key=24, value=12, kernel=4)
     tree = build_tree(3 * torch.randn(15, 97, generator=generator), 64)
     on_path, rows = ancestor_mask(tree.parents), DeltaRows.allocate(1, 65, shape, torch.zeros(1, device=DEVICE))
     assert max(on_path[first : first + 16, first : first + 16].sum(1).max() for first in range(0, 65, 16)) > 4
@@ -204,11 +204,11 @@ def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, mo
     def unit(*size: int) -> torch.Tensor:
         return torch.nn.functional.normalize(torch.randn(*size, generator=generator), dim=-1)
 
-    q, k, v = unit(65, 2, 24) * 24**-0.5, unit(65, 2, 24), torch.randn(65, 6, 20, generator=generator)
+    q, k, v = unit(65, 2, 24) * 24**-0.5, unit(65, 2, 24), torch.randn(65, 6, 12, generator=generator)
     k[:, 1] = torch.nn.functional.normalize(k[:1, 1] + 1e-3 * k[:, 1], dim=-1)
     beta, g = torch.rand(65, 6, generator=generator), -torch.rand(65, 6, generator=generator)
     beta[:, 4], g[:, 4], g[:, 5] = 1.0, -1e-4, -90.0
-    state = torch.randn(6, 24, 20, generator=generator)
+    state = torch.randn(6, 24, 12, generator=generator)
     repeated = [x.repeat_interleave(3, dim=1) for x in (q, k)]
     exact = solve_on_paths(*(x.double() for x in (*repeated, v, g, beta, state)), on_path)
     for part, drawn in ((rows.q, q), (rows.k[0], k), (rows.v, v), (rows.g, g), (rows.beta, beta)):
@@ -217,11 +217,11 @@ def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, mo
         part.fill_(float("nan"))
     chosen = delta_config({16: 16, 32: 72, 64: 264}[tile])
     if INTERPRETED or chosen is None:
-        chosen = DeltaConfig(tile, 32, 4, 16, 2, 16, 4, 16, 2)
+        chosen = DeltaConfig(tile, 16, 4, 16, 2, 16, 4, 16, 2)
     chosen = chosen._replace(precision=precision)
     assert chosen.rows == tile
     tree_delta(rows, 0, state.to(DEVICE), pack_mask(on_path).to(DEVICE), shape, chosen)
-    for ours, reference in zip((rows.out.view(65, 6, 20), rows.updates[0], rows.summed[0]), exact, strict=True):
+    for ours, reference in zip((rows.out.view(65, 6, 12), rows.updates[0], rows.summed[0]), exact, strict=True):
         for head in range(6):
             assert error(ours[:, head], reference[:, head].to(DEVICE)) < (1e-6 if INTERPRETED else 1e-5)
 
