@@ -188,7 +188,9 @@ def search(
         report.at(f"configurations: budget {budget}")
         if report.left_s < SEARCH_S:
             return
-        tried = attempt(lambda budget=budget: try_configs(target, budget, lambda: report.left_s > SEARCH_S))  # type: ignore[misc]
+        tried = attempt(
+            lambda budget=budget: try_configs(target.shape, budget, target.embedding, lambda: report.left_s > SEARCH_S)
+        )  # type: ignore[misc]
         report.add(**{f"configs_{budget}": tried})
         config = best_config(tried)
         if config is not None:

@@ -8,56 +8,52 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from hybrid_shapes import make_tree
+from hybrid_shapes import drawn_rows, exact_updates
 from measuring import attempt, graph_ms
+from torch import Tensor
 
-from decode import delta_ops
-from decode.delta_ops import PRECISION, Config, tree_delta
-from decode.fused_target import padded_rows
-from decode.gated_delta import solve_on_paths
-from decode.hybrid_target import HybridPass, HybridTarget
-from dflash_kit.tree import ancestor_mask
+from decode import delta_rule
+from decode.delta_rule import DeltaConfig, DeltaShape, tree_delta
 
-FEW_ROWS: list[Config] = [(16, 32, 4, PRECISION, 32, 2), (16, 32, 4, PRECISION, 32, 1), (16, 64, 4, PRECISION, 32, 1)]
-MANY_ROWS: list[Config] = [
-    (32, 32, 4, PRECISION, 16, 3), (64, 64, 8, PRECISION, 32, 2), (32, 64, 8, PRECISION, 32, 3),
-    (32, 32, 4, PRECISION, 32, 2), (16, 32, 4, PRECISION, 32, 2), (64, 32, 8, PRECISION, 32, 2),
+FEW_ROWS = [
+    DeltaConfig(16, 32, 4, 32, 2, 32, 2, 16, 2), DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2),
+    DeltaConfig(16, 64, 4, 32, 2, 64, 4, 16, 2),
 ]  # fmt: skip
-"""By whether a pass has more than 16 rows; the likeliest first, each compiles in one to two seconds."""
+MANY_ROWS = [
+    DeltaConfig(32, 64, 2, 16, 3, 32, 2, 16, 2), DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2),
+    DeltaConfig(32, 64, 4, 16, 3, 32, 4, 32, 2), DeltaConfig(32, 32, 2, 16, 3, 64, 4, 16, 2),
+    DeltaConfig(32, 128, 4, 16, 3, 16, 2, 16, 2), DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2),
+    DeltaConfig(64, 64, 8, 16, 3, 16, 4, 32, 2),
+]  # fmt: skip
+"""By whether a pass has more than 16 rows; the likeliest first. Compiled for sm_90, none spills more than 20 bytes at widths of 128."""
 MAX_ERROR = 1e-4
 
 
-def try_configs(target: HybridTarget, budget: int, goes_on: Callable[[], bool]) -> dict[str, Any]:
-    """Milliseconds a layer and error against float64 of the delta rule, by configuration, while ``goes_on``."""
-    tree, shape = make_tree(budget), target.shape
-    step = target.new_pass(padded_rows(budget + 1))
-    assert isinstance(step, HybridPass)
-    step.tree.set_nodes(tree.tokens, tree.depths, tree.parents)
-    rows, used = step.delta, budget + 1
-    unit = torch.nn.functional.normalize
-    rows.q.copy_(unit(torch.randn_like(rows.q), dim=-1) * shape.key**-0.5)
-    rows.k[0].copy_(unit(torch.randn_like(rows.q), dim=-1))
-    rows.v.normal_()
-    rows.g.copy_(-torch.rand_like(rows.g))
-    rows.beta.uniform_()
-    state = torch.randn_like(target.states[0])
-    repeats = shape.heads // shape.key_heads
-    wide = [x[:used].double() for x in (rows.q.repeat_interleave(repeats, 1), rows.k[0].repeat_interleave(repeats, 1))]
-    wide += [x[:used].double() for x in (rows.v, rows.g, rows.beta)]
-    exact = solve_on_paths(*wide, state.double(), ancestor_mask(tree.parents).to(target.device))[1]  # type: ignore[arg-type]
+def try_configs(shape: DeltaShape, budget: int, like: Tensor, goes_on: Callable[[], bool]) -> dict[str, Any]:
+    """Milliseconds a layer and error against float64 of the delta rule, by configuration, while ``goes_on``.
+
+    Args:
+        shape: of a layer.
+        budget: nodes of the tree.
+        like: the model's dtype and device.
+        goes_on: whether there is time for another.
+    """
+    rows, seen, mask = drawn_rows(shape, 1, budget, like)
+    state = torch.randn(shape.heads, shape.key, shape.value, device=like.device)
+    exact = exact_updates(rows, 0, state, seen, shape)
 
     def timed_alone(config: Any = None) -> dict[str, Any]:
         def work() -> None:
-            tree_delta(rows, 0, state, step.tree.mask, shape, config)
+            tree_delta(rows, 0, state, mask, shape, config)
 
         rows.updates.fill_(float("nan"))
         work()
-        error = float((rows.updates[0, :used] - exact).norm() / exact.norm())
+        error = float((rows.updates[0, : len(seen)] - exact).norm() / exact.norm())
         return {"ms": graph_ms(work), "error": error}
 
     with using("torch"):
         found: dict[str, Any] = {"torch": attempt(timed_alone)}
-    for config in FEW_ROWS if padded_rows(used) <= 16 else MANY_ROWS:
+    for config in FEW_ROWS if rows.v.shape[0] <= 16 else MANY_ROWS:
         if not goes_on():
             break
         found[json.dumps(config)] = attempt(lambda config=config: timed_alone(config))  # type: ignore[misc]
@@ -75,16 +71,16 @@ def best_config(tried: Any) -> Any:
     if not good:
         return None
     best = min(good, key=good.__getitem__)
-    return "torch" if best == "torch" else tuple(json.loads(best))
+    return "torch" if best == "torch" else DeltaConfig(*json.loads(best))
 
 
 @contextmanager
 def using(config: Any) -> Iterator[None]:
     """Context in which the delta rule runs by a configuration, or by torch's solve; None: by its default one."""
-    original = delta_ops.delta_config
+    original = delta_rule.delta_config
     if config is not None:
-        delta_ops.delta_config = lambda _rows, _shape: None if config == "torch" else config
+        delta_rule.delta_config = lambda _rows: None if config == "torch" else config
     try:
         yield
     finally:
-        delta_ops.delta_config = original
+        delta_rule.delta_config = original

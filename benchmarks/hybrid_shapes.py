@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from measuring import ON_GPU, mib
+from torch import Tensor
 
-from decode.delta_ops import DeltaShape
-from dflash_kit.tree import Tree, build_tree, empty_tree
+from decode.delta_rule import DeltaRows, DeltaShape
+from decode.fused_ops import pack_mask
+from decode.fused_target import padded_rows
+from decode.gated_delta import solve_on_paths
+from dflash_kit.tree import Tree, ancestor_mask, build_tree, empty_tree
 
 SHAPES: dict[str, dict[str, Any]] = {
     "27b": {
@@ -55,6 +59,33 @@ def make_tree(budget: int, depth: int = DEPTH) -> Tree:
         return empty_tree()
     logits = -2.2 * torch.log1p(torch.arange(400.0)).expand(depth, 400)
     return build_tree(logits + 0.1 * torch.randn(depth, 400, generator=torch.Generator().manual_seed(0)), budget)
+
+
+def drawn_rows(shape: DeltaShape, num_layers: int, budget: int, like: Tensor) -> tuple[DeltaRows, Tensor, Tensor]:
+    """Padded rows of a tree of ``budget`` nodes with random inputs of the delta rule.
+
+    Returns:
+        Rows, who sees whom (budget + 1, budget + 1) bool without padding, and the same with it as words of bits.
+    """
+    seen = ancestor_mask(make_tree(budget).parents)
+    count = padded_rows(budget + 1)
+    rows, unit = DeltaRows.allocate(num_layers, count, shape, like), torch.nn.functional.normalize
+    rows.q.copy_(unit(torch.randn_like(rows.q), dim=-1) * shape.key**-0.5)
+    rows.k.copy_(unit(torch.randn_like(rows.k), dim=-1))
+    rows.v.normal_()
+    rows.g.copy_(-torch.rand_like(rows.g))
+    rows.beta.uniform_()
+    padded = torch.eye(count, dtype=torch.bool)
+    padded[: budget + 1, : budget + 1] = seen
+    return rows, seen.to(like.device), pack_mask(padded).to(like.device)
+
+
+def exact_updates(rows: DeltaRows, layer: int, state: Tensor, seen: Tensor, shape: DeltaShape) -> Tensor:
+    """(n, H, Dv) float64: what the delta rule gives for the rows without padding."""
+    used, repeats = len(seen), shape.heads // shape.key_heads
+    q, k = (x[:used].double().repeat_interleave(repeats, 1) for x in (rows.q, rows.k[layer]))
+    v, g, beta = (x[:used].double() for x in (rows.v, rows.g, rows.beta))
+    return solve_on_paths(q, k, v, g, beta, state.double(), seen)[1]
 
 
 def floor_ms(model: Any, linear: tuple[int, DeltaShape], rows: int, context: int, rates: dict[str, float]) -> Any:

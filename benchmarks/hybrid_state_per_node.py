@@ -11,7 +11,7 @@ from measuring import ON_GPU, allocated, eager_ms, graph_ms, mib
 from torch import Tensor
 
 from decode import hybrid_target
-from decode.delta_ops import DeltaRows, DeltaShape
+from decode.delta_rule import DeltaRows, DeltaShape
 from decode.hybrid_target import HybridPass, HybridTarget
 from dflash_kit.tree import Tree
 
@@ -55,7 +55,7 @@ def state_per_node(
     """Outputs of all rows and a state (N, H, Dk, Dv) after each, every row from its parent's."""
     count = parents.numel()
     if ON_GPU:
-        from decode_hybrid_kernel import state_per_node_kernel  # without a GPU there may be no Triton
+        from hybrid_state_kernel import state_per_node_kernel  # without a GPU there may be no Triton
 
         kernel: Any = state_per_node_kernel
         kernel[(shape.heads, -(-shape.value // 32))](

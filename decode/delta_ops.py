@@ -1,84 +1,21 @@
-"""The operations of the fused hybrid target: Triton kernels on GPUs, and beside each the torch reference that defines it.
+"""The operations of the fused hybrid target around the delta rule: Triton kernels on GPUs, and beside each the torch reference
+that defines it.
 
 Shape legend: R rows, KH key heads, H value heads, Dk and Dv key and value width, C = 2 KH Dk + H Dv convolution
 channels, W convolution kernel, L linear layers.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fused_ops import INTERPRETED, unpack_mask, uses_kernels
-from .gated_delta import solve_on_paths
+from .delta_rule import DeltaRows, DeltaShape, power_of_two
+from .fused_ops import uses_kernels
 
 NORM_EPS = 1e-6
 """Of the query and key norms, as in the models' kernels."""
-PRECISION = "tf32x3"
-"""Of the products inside the delta rule: three tf32 products each, close to float32."""
-Config = tuple[int, int, int, str, int, int]
-"""Of the delta rule's kernel: rows a tile, value columns a program, warps, precision, key columns a step, stages."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """Heads and widths of a Gated DeltaNet layer."""
-
-    key_heads: int
-    heads: int
-    key: int
-    value: int
-    kernel: int
-
-    @property
-    def channels(self) -> int:
-        """Convolution channels C."""
-        return 2 * self.key_heads * self.key + self.heads * self.value
-
-    @property
-    def width(self) -> int:
-        """Width of the fused input projection: C, gates H Dv, b H, a H."""
-        return self.channels + self.heads * self.value + 2 * self.heads
-
-
-@dataclass(slots=True)
-class DeltaRows:
-    """What the linear layers keep of a pass until a path of it is committed, for all L layers."""
-
-    mixed: Tensor
-    """(L, R, width) the fused projections; the first C columns are convolution inputs."""
-    k: Tensor
-    """(L, R, KH, Dk) float32 unit keys."""
-    updates: Tensor
-    """(L, R, H, Dv) float32."""
-    summed: Tensor
-    """(L, R, H) float32 log-decay summed from the root."""
-    q: Tensor
-    """(R, KH, Dk) float32, one layer's."""
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    out: Tensor
-    """(R, H * Dv) in the model's dtype."""
-
-    @classmethod
-    def allocate(cls, num_layers: int, num_rows: int, shape: DeltaShape, like: Tensor) -> "DeltaRows":
-        def wide(*size: int) -> Tensor:
-            return torch.zeros(*size, dtype=torch.float32, device=like.device)
-
-        return cls(
-            mixed=like.new_zeros(num_layers, num_rows, shape.width),
-            k=wide(num_layers, num_rows, shape.key_heads, shape.key),
-            updates=wide(num_layers, num_rows, shape.heads, shape.value),
-            summed=wide(num_layers, num_rows, shape.heads),
-            q=wide(num_rows, shape.key_heads, shape.key),
-            v=wide(num_rows, shape.heads, shape.value),
-            g=wide(num_rows, shape.heads),
-            beta=wide(num_rows, shape.heads),
-            out=like.new_zeros(num_rows, shape.heads * shape.value),
-        )
 
 
 def delta_inputs(
@@ -115,55 +52,8 @@ def delta_inputs(
     kernel[(count, 2 * shape.key_heads + shape.heads)](
         mixed, window, columns, conv, a_log, dt_bias, rows.q, rows.k[layer], rows.v, rows.g, rows.beta,
         mixed.stride(0), shape.key**-0.5, NORM_EPS, KEY_HEADS=shape.key_heads, HEADS=shape.heads, KEY=shape.key,
-        VALUE=shape.value, TAPS=shape.kernel, BLOCK=_power_of_two(max(shape.key, shape.value)), num_warps=1,
+        VALUE=shape.value, TAPS=shape.kernel, BLOCK=power_of_two(max(shape.key, shape.value)), num_warps=1,
     )  # fmt: skip
-
-
-def tree_delta(
-    rows: DeltaRows, layer: int, state: Tensor, mask: Tensor, shape: DeltaShape,
-    config: Config | None = None,
-) -> None:  # fmt: skip
-    """The delta rule over the tree: fills ``out``, ``updates[layer]`` and ``summed[layer]``; ``state`` is only read.
-
-    Args:
-        state: (H, Dk, Dv) float32.
-        mask: (R, words) int64 ancestor bits, see ``pack_mask``.
-        config: None chooses, see ``delta_config``.
-    """
-    count = rows.v.shape[0]
-    chosen = config or delta_config(count, shape)
-    if chosen is None or not uses_kernels(state):
-        repeats = shape.heads // shape.key_heads
-        q, k = (x.repeat_interleave(repeats, dim=1) for x in (rows.q, rows.k[layer]))
-        on_path = unpack_mask(mask)
-        outputs, updates, summed = solve_on_paths(q, k, rows.v, rows.g, rows.beta, state, on_path)
-        rows.out.copy_(outputs.flatten(1))
-        rows.updates[layer].copy_(updates)
-        rows.summed[layer].copy_(summed)
-        return
-    from .delta_kernels import tree_delta_kernel
-
-    tile, block, warps, precision, chunk, stages = chosen
-    kernel: Any = tree_delta_kernel
-    kernel[(shape.heads, -(-shape.value // block))](
-        rows.q, rows.k[layer], rows.v, rows.g, rows.beta, state, mask, rows.out, rows.updates[layer],
-        rows.summed[layer], count, mask.stride(0), KEY_HEADS=shape.key_heads, HEADS=shape.heads, KEY=shape.key,
-        VALUE=shape.value, CHUNK=min(chunk, _power_of_two(shape.key)), BLOCK_V=block, ROWS=tile, PRECISION=precision,
-        STAGES=stages, num_warps=warps, num_stages=1,
-    )  # fmt: skip
-
-
-def delta_config(num_rows: int, shape: DeltaShape) -> Config | None:
-    """How the kernel runs; None for torch's own solve.
-
-    Programs run at once, without spilled registers up to 128 rows: 48 heads of 128 columns are 192 programs of 32 columns,
-    two on a multiprocessor, or 96 of 64.
-    """
-    if INTERPRETED:
-        return 16 if num_rows <= 16 else 64, 16, 4, "ieee", 32, 1
-    if num_rows <= 16:
-        return 16, 32, 4, PRECISION, 32, 2
-    return (32, 32, 4, PRECISION, 16, 3) if num_rows <= 128 else (64, 64, 8, PRECISION, 32, 2)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -179,7 +69,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor)
     kernel: Any = gated_norm_kernel
     heads = x.shape[1] // width
     kernel[(count, heads)](
-        x, gate, weight, out, gate.stride(0), eps, HEADS=heads, WIDTH=width, BLOCK=_power_of_two(width), num_warps=1
+        x, gate, weight, out, gate.stride(0), eps, HEADS=heads, WIDTH=width, BLOCK=power_of_two(width), num_warps=1
     )
     return out
 
@@ -206,12 +96,12 @@ def commit_states(
         return
     from .delta_kernels import commit_state_kernel
 
-    block = min(32, _power_of_two(value))
+    block = min(32, power_of_two(value))
     kernel: Any = commit_state_kernel
     kernel[(layers, heads, -(-value // block))](
         states, rows.k, rows.updates, rows.summed, path, num_accepted, states.stride(0), rows.k.stride(0),
         rows.updates.stride(0), rows.summed.stride(0), KEY_HEADS=shape.key_heads, HEADS=heads, KEY=key, VALUE=value,
-        BLOCK_K=_power_of_two(key), BLOCK_V=block, num_warps=4,
+        BLOCK_K=power_of_two(key), BLOCK_V=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -265,7 +155,3 @@ def gated_rope(
         qkv, queries, cache, gains[0], gains[1], tables[0], tables[1], depths, length, eps, qkv.stride(0),
         cache.stride(0), cache.stride(1), NUM_Q=num_q, NUM_KV=num_kv, DIM=dim, HALF=half, num_warps=2,
     )  # fmt: skip
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder, decoder_layers
 
-from .delta_ops import DeltaRows, DeltaShape, commit_states, delta_inputs, gated_norm, gated_rope, tree_delta
+from .delta_ops import commit_states, delta_inputs, gated_norm, gated_rope
+from .delta_rule import DeltaRows, DeltaShape, tree_delta
 from .device_tree import TreeBuffers
 from .fused_layers import RowBuffers
 from .fused_ops import (

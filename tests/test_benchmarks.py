@@ -17,6 +17,7 @@ from helpers import HAS_GPU, REPO, requires_vllm
 sys.path.append(str(REPO / "benchmarks"))
 
 import decode_hybrid
+import decode_hybrid_kernel
 import drafter_choices
 import extract_gpu
 import extract_rates
@@ -51,6 +52,20 @@ def test_hybrid_passes_are_timed_and_agree(capsys: pytest.CaptureFixture[str], t
         assert 0 < found[f"state_per_node_{budget}"]["last_layer_differs_by"] < 1e-5
     assert found["relative_error"]["of_the_path"] < 1e-5
     assert set(found["over_one_step"]) == {"0", "5", "20"}
+
+
+@on_cpu
+def test_the_stages_of_a_linear_layer_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_hybrid_kernel.main(["--shape", "tiny", "--layers", "2", "--budgets", "0,20", "--repetitions", "1"])
+    found = last_line(capsys)
+    for budget, rows in (("0", 1), ("20", 24)):
+        entry = found["budgets"][budget]
+        assert entry["rows"] == rows and entry["error"]["delta_torch"] < 1e-6
+        assert {"input_product", "convolution", "delta_torch", "gated_norm", "output_product"} < {*entry["ms"]}
+        assert all(isinstance(ms, float) for ms in entry["ms"].values()), entry
+    above = found["over_one_row"]["20"]
+    many, one = (found["budgets"][budget]["ms"]["convolution"] for budget in ("20", "0"))
+    assert above["convolution"] == round((many - one) * 6, 3) and above["head"] < 1e3
 
 
 @on_cpu

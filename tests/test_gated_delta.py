@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.delta_ops import DeltaRows, DeltaShape, commit_states, tree_delta
+from decode.delta_ops import commit_states
+from decode.delta_rule import DeltaRows, DeltaShape, tree_delta
 from decode.fused_ops import pack_mask
 from decode.gated_delta import tree_delta_rule
 from dflash_kit.tree import ancestor_mask

@@ -6,6 +6,7 @@ On a machine without a GPU the torch references run, and the kernels in Triton's
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,12 @@ import torch
 from test_fused_target import DEVICE, TAPS, error, greedy_reference, prompt, tiny_drafter
 
 from decode import fused_ops
-from decode.delta_ops import (
-    Config,
-    DeltaRows,
-    DeltaShape,
-    commit_states,
-    delta_inputs,
-    gated_norm,
-    gated_rope,
-    tree_delta,
-)
+from decode.delta_ops import commit_states, delta_inputs, gated_norm, gated_rope
+from decode.delta_rule import DeltaConfig, DeltaRows, DeltaShape, delta_config, tree_delta
 from decode.fused_drafter import FusedDrafter
-from decode.fused_ops import pack_mask
+from decode.fused_ops import INTERPRETED, pack_mask
 from decode.fused_round import FusedRound, decode_greedy
+from decode.gated_delta import solve_on_paths
 from decode.hybrid_target import HybridTarget, convolution_columns
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
@@ -109,10 +103,15 @@ def test_greedy_rounds_say_what_the_target_says(budget: int | None) -> None:
 SHAPE = DeltaShape(key_heads=1, heads=2, key=16, value=24, kernel=4)
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("delta_ops", "delta_rule"):
+        monkeypatch.setattr(f"decode.{module}.uses_kernels", lambda _tensor: False)
+
+
 @needs_kernels
-@pytest.mark.parametrize("num_nodes", [0, 9, 70])
+@pytest.mark.parametrize("num_nodes", [0, 9, 24])
 def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs, delta rule and commit through kernels and through torch, on one tree of one, two or three tiles."""
+    """Inputs, delta rule and commit through kernels and through torch, on a tree of one tile or two."""
     generator = torch.Generator().manual_seed(num_nodes)
 
     def draw(*size: int) -> torch.Tensor:
@@ -132,7 +131,7 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
     mixed, found = draw(2, count, SHAPE.width), []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr("decode.delta_ops.uses_kernels", lambda _tensor: False)
+            without_kernels(monkeypatch)
         rows = DeltaRows.allocate(2, count, SHAPE, torch.zeros(1, device=DEVICE))
         rows.mixed.copy_(mixed)
         kept, kept_windows = states.clone(), windows.clone()
@@ -150,8 +149,11 @@ def test_kernels_equal_their_references(num_nodes: int, monkeypatch: pytest.Monk
 
 
 @needs_kernels
-@pytest.mark.parametrize("config", [(32, 16, 4, "ieee", 16, 3), (64, 64, 8, "ieee", 32, 2)])
-def test_delta_kernel_reference_on_a_chain(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [DeltaConfig(32, 16, 4, 16, 3, 32, 2, 16, 2, "ieee"), DeltaConfig(64, 64, 8, 32, 2, 16, 4, 32, 2, "ieee")],
+)
+def test_delta_kernel_reference_on_a_chain(config: DeltaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain is longer than any tree's path, and fills its tiles: in both sizes of tile."""
     generator, found = torch.Generator().manual_seed(3), []
     mask = pack_mask(torch.ones(70, 70, dtype=torch.bool).tril()).to(DEVICE)
@@ -162,11 +164,66 @@ def test_delta_kernel_reference_on_a_chain(config: Config, monkeypatch: pytest.M
     rows.g.copy_(-0.1 * torch.rand(rows.g.shape, generator=generator))
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr("decode.delta_ops.uses_kernels", lambda _tensor: False)
+            without_kernels(monkeypatch)
         tree_delta(rows, 0, state, mask, SHAPE, config)
         found.append([x.clone() for x in (rows.out, rows.updates, rows.summed)])
     for ours, reference in zip(*found, strict=True):
         assert error(ours, reference) < 1e-5
+
+
+def coarse_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's tf32 products drop what tensor cores drop: the lower 13 bits of what they multiply."""
+    import numpy
+    from triton._C.libtriton import ir
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    exact = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        if precision == ir.INPUT_PRECISION.TF32:
+            a, b = (
+                TensorHandle((x.data.view(numpy.int32) & -0x2000).view(numpy.float32), x.dtype.scalar) for x in (a, b)
+            )
+        return exact(self, a, b, d, precision, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("tile", "precision"), [(16, "tf32x3"), (32, "ieee"), (64, "tf32x3")])
+def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of 64 nodes, three value heads to a key head: an ordinary one, one whose keys are all but equal and are
+    written in full, one that forgets nearly all at every node; whatever was left in the buffers is not read."""
+    if INTERPRETED:
+        coarse_products(monkeypatch)
+    generator, shape = torch.Generator().manual_seed(tile), DeltaShape(key_heads=2, heads=6, key=24, value=12, kernel=4)
+    tree = build_tree(3 * torch.randn(15, 97, generator=generator), 64)
+    on_path, rows = ancestor_mask(tree.parents), DeltaRows.allocate(1, 65, shape, torch.zeros(1, device=DEVICE))
+    assert max(on_path[first : first + 16, first : first + 16].sum(1).max() for first in range(0, 65, 16)) > 4
+
+    def unit(*size: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.randn(*size, generator=generator), dim=-1)
+
+    q, k, v = unit(65, 2, 24) * 24**-0.5, unit(65, 2, 24), torch.randn(65, 6, 12, generator=generator)
+    k[:, 1] = torch.nn.functional.normalize(k[:1, 1] + 1e-3 * k[:, 1], dim=-1)
+    beta, g = torch.rand(65, 6, generator=generator), -torch.rand(65, 6, generator=generator)
+    beta[:, 4], g[:, 4], g[:, 5] = 1.0, -1e-4, -90.0
+    state = torch.randn(6, 24, 12, generator=generator)
+    repeated = [x.repeat_interleave(3, dim=1) for x in (q, k)]
+    exact = solve_on_paths(*(x.double() for x in (*repeated, v, g, beta, state)), on_path)
+    for part, drawn in ((rows.q, q), (rows.k[0], k), (rows.v, v), (rows.g, g), (rows.beta, beta)):
+        part.copy_(drawn)
+    for part in (*(getattr(rows.scratch, field.name) for field in fields(rows.scratch)), rows.updates, rows.summed):
+        part.fill_(float("nan"))
+    chosen = delta_config({16: 16, 32: 72, 64: 264}[tile])
+    if INTERPRETED or chosen is None:
+        chosen = DeltaConfig(tile, 16, 4, 16, 2, 16, 4, 16, 2)
+    chosen = chosen._replace(precision=precision)
+    assert chosen.rows == tile
+    tree_delta(rows, 0, state.to(DEVICE), pack_mask(on_path).to(DEVICE), shape, chosen)
+    for ours, reference in zip((rows.out.view(65, 6, 12), rows.updates[0], rows.summed[0]), exact, strict=True):
+        for head in range(6):
+            assert error(ours[:, head], reference[:, head].to(DEVICE)) < (1e-6 if INTERPRETED else 1e-5)
 
 
 @needs_kernels
@@ -180,7 +237,7 @@ def test_gated_rope_kernel_equals_its_reference(monkeypatch: pytest.MonkeyPatch)
     found = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr("decode.delta_ops.uses_kernels", lambda _tensor: False)
+            without_kernels(monkeypatch)
         queries, cache = torch.zeros(5, 4, 32, device=DEVICE), torch.zeros(2, 2, 20, 32, device=DEVICE)
         gated_rope(qkv, queries, cache, gains, tables, depths, length, 1e-6)
         found.append((queries, cache))
