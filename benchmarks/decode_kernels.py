@@ -64,6 +64,8 @@ ATTENTION_TRIALS: dict[int, list[tuple[int, int, int, int, int]]] = {
         (64, 128, 2, 4, 2),
         (128, 128, 5, 8, 2),
         (64, 64, 6, 4, 3),
+        (128, 64, 5, 8, 3),
+        (128, 64, 11, 8, 3),
     ],
     264: [
         (64, 64, 1, 4, 3),
@@ -73,6 +75,11 @@ ATTENTION_TRIALS: dict[int, list[tuple[int, int, int, int, int]]] = {
         (128, 128, 2, 8, 2),
         (64, 64, 2, 4, 3),
         (64, 64, 3, 4, 2),
+        # Nine tiles of 128 rows for each of eight heads are 72 programs: two splits fill an H200 1.1 times, five 2.7, eleven 6 times.
+        (128, 64, 5, 8, 3),
+        (128, 128, 5, 8, 2),
+        (128, 64, 11, 8, 3),
+        (128, 128, 11, 8, 2),
     ],
     1032: [(128, 128, 1, 8, 2), (64, 128, 1, 4, 2), (128, 64, 1, 8, 4), (64, 64, 1, 4, 3), (64, 64, 1, 4, 2)],
 }
