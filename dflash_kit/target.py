@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import KitError
+from .hub_connection import missing_folder, why_missing
 from .weights_identity import weights_hash
 
 # Keys of config.json that change without changing what the model computes.
@@ -132,6 +133,9 @@ class TargetSpec:
 
 def load_config(path: str | Path, revision: str | None = None) -> Any:
     """The transformers configuration of a folder or hub id; ``KitError`` when there is none."""
+    reason = why_missing(path, revision)
+    if reason is not None:
+        raise _not_loaded(path, reason)
     from transformers import AutoConfig
 
     try:
@@ -338,9 +342,12 @@ def _first_id(value: int | list[int] | None) -> int | None:
 
 def _unreadable(path: str | Path, error: Exception) -> KitError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not Path(path).exists():  # of a path the hub's client would speak as of an id
-        is_path = Path(path).is_absolute() or str(path).startswith(".") or str(path).count("/") > 1
-        first_line = "no such folder" if is_path else f"no such folder; on the hub: {first_line.rstrip('.')}"
+    if not Path(path).exists():
+        first_line = f"{missing_folder(str(path))}; on the hub: {first_line.rstrip('.')}"
+    return _not_loaded(path, first_line)
+
+
+def _not_loaded(path: str | Path, reason: str) -> KitError:
     return KitError(
-        f"target {path} cannot be loaded: {first_line}; give a folder with config.json and safetensors or a hub id"
+        f"target {path} cannot be loaded: {reason}; give a folder with config.json and safetensors or a hub id"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_kit.errors import KitError
+from dflash_kit.hub_connection import load_dataset
 
 CONTENT_COLUMNS = ("messages", "prompt", "conversations", "input_ids", "text")
 """Columns that hold what is said, in the order in which they are looked for."""
@@ -154,10 +155,8 @@ def _load_hub(name: str) -> Any:
     path, config, split = (*name.removeprefix(HUB_PREFIX).split(":", 2), "", "")[:3]
     if not path:
         raise KitError(f"prompts are {name!r}; write hf:org/name, hf:org/name:config or hf:org/name:config:split")
-    import datasets
-
     try:
-        return datasets.load_dataset(path, config or None, split=split or DEFAULT_SPLIT)
+        return load_dataset(path, config or None, split=split or DEFAULT_SPLIT)
     except Exception as error:  # the library, the hub's client and the network raise errors of many kinds
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise KitError(
