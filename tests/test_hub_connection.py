@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import serve_hub
 
 from dflash_kit import hub_connection
 from dflash_kit.errors import KitError
 from dflash_kit.hub import checkpoint_folder
 from dflash_kit.hub_connection import load_dataset
 from dflash_kit.target import TargetSpec
-from hub_server import serve_hub
 
 
 @pytest.fixture(autouse=True)
