@@ -9,12 +9,16 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_kit.errors import KitError
 from dflash_kit.hub_connection import load_dataset
+from dflash_kit.shard_share import manifest_names, manifest_of_shard
+
+from .places import CONFIG_NAME
 
 CONTENT_COLUMNS = ("messages", "prompt", "conversations", "input_ids", "text")
 """Columns that hold what is said, in the order in which they are looked for."""
@@ -59,12 +63,14 @@ def find_inputs(inputs: str) -> list[str]:
     """Files and hub names behind comma-separated inputs, each once.
 
     Raises:
-        KitError: a folder without files that can be read, or a glob that matches nothing.
+        KitError: a folder without files that can be read, a glob that matches nothing, or shards.
     """
     names = [inputs] if os.path.exists(inputs) else [name.strip() for name in inputs.split(",")]
     found = [file for name in names if name for file in _expand(name)]
     if not found:
         raise KitError(f"prompts are {inputs!r}; name a file, a folder, a glob or hf:org/name")
+    for file in found:
+        _refuse_shards(Path(file))
     return list(dict.fromkeys(found))
 
 
@@ -97,6 +103,23 @@ def _files_of(folder: Path) -> list[str]:
     if not visible:
         raise KitError(f"folder {folder} holds no file that ends in {', '.join(FOLDER_SUFFIXES)}")
     return [str(path) for path in sorted(visible)]
+
+
+def _refuse_shards(path: Path) -> None:
+    """Shards hold tokens and states of prompts that were answered already, and their manifest would pass for JSONL."""
+    if manifest_names([path.name]):
+        is_ours = False
+        with suppress(OSError), path.open("rb") as file:
+            is_ours = file.read(4096).startswith(b'{"kind":"header"')
+    else:
+        is_ours = manifest_of_shard(path.name) is not None and path.is_file()
+    if is_ours:
+        kept = path.with_name(CONFIG_NAME)
+        where = f" ({kept} names them)" if kept.is_file() else ""
+        raise KitError(
+            f"prompts: {path} belongs to shards, which hold states of prompts that were answered already, not prompts: train on "
+            f"them (train/run.py --shards {path.parent}), or name the prompts that they were extracted from{where}"
+        )
 
 
 def _read_json(path: Path) -> Iterator[Record]:
