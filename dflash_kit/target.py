@@ -8,6 +8,7 @@ Shape legend: B batch, T tokens, K taps, D hidden size, V vocabulary.
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,11 @@ def load_target(
         KitError: missing or unreadable weights, or an architecture that transformers does not know.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     load_config(path, revision)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(path),
