@@ -6,6 +6,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.time_words import RATE_MEMORY_S
+
 
 class DoctorProgress:
     """Shows answers taken and replays done.
@@ -27,6 +29,7 @@ class DoctorProgress:
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
+            speed_estimate_period=RATE_MEMORY_S,
         )
         self._forms = self._bar.add_task("answers", total=num_forms, completed=-1, what="")
         self._replays = self._bar.add_task("replays", total=num_replays, completed=-1, what="")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_kit.spool import FULL_TEXT
+from dflash_kit.time_words import RATE_MEMORY_S, time_left
 
 from . import capture
 from .gpu_meter import GpuMeter
@@ -95,6 +96,7 @@ class ExtractionProgress(Tally):
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._has_bar,
+            speed_estimate_period=RATE_MEMORY_S,
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
@@ -161,7 +163,7 @@ class ExtractionProgress(Tally):
         left_s = self._left_s()
         if left_s is None:
             return "too few rows are finished to say how long" if self.num_rows else "no row is finished yet"
-        return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"
+        return time_left(left_s)
 
     def _left_s(self) -> float | None:
         if self.num_rows == 0 or self.num_rows < self._total_rows * LEAST_SHARE:
