@@ -123,6 +123,8 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
     reason = why_missing(path, revision)
     if reason is not None:
         raise _not_loaded(path, reason)
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise _not_loaded(path, "the folder has no config.json")
     from transformers import AutoConfig
 
     try:

@@ -17,6 +17,7 @@ from typing import Any
 from dflash_kit.errors import KitError
 from dflash_kit.hub_connection import load_dataset
 from dflash_kit.shard_share import manifest_names, manifest_of_shard
+from dflash_kit.shard_store import is_url
 
 from .places import CONFIG_NAME
 
@@ -27,6 +28,8 @@ SIDE_COLUMNS = ("tools", "system", "loss_mask")
 FOLDER_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")
 HUB_PREFIX = "hf:"
 DEFAULT_SPLIT = "train"
+OTHER_SUFFIXES = (".csv", ".tsv", ".xlsx", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
+"""Of files that people have prompts in, too, and that would be refused for their first line."""
 BATCH_ROWS = 256
 
 
@@ -70,6 +73,7 @@ def find_inputs(inputs: str) -> list[str]:
     if not found:
         raise KitError(f"prompts are {inputs!r}; name a file, a folder, a glob or hf:org/name")
     for file in found:
+        _refuse_others(file)
         _refuse_shards(Path(file))
     return list(dict.fromkeys(found))
 
@@ -84,6 +88,8 @@ def unknown_columns(source: str, found: Sequence[str], content_columns: Sequence
 
 def _expand(name: str) -> list[str]:
     if name.startswith(HUB_PREFIX):
+        return [name]
+    if is_url(name):
         return [name]
     path = Path(name).expanduser()
     if path.is_dir():
@@ -103,6 +109,15 @@ def _files_of(folder: Path) -> list[str]:
     if not visible:
         raise KitError(f"folder {folder} holds no file that ends in {', '.join(FOLDER_SUFFIXES)}")
     return [str(path) for path in sorted(visible)]
+
+
+def _refuse_others(name: str) -> None:
+    if is_url(name):
+        raise KitError(
+            f"prompts are {name!r}; a URL may stand for shards alone: download the file, or name hf:org/name"
+        )
+    if name.endswith(OTHER_SUFFIXES) and not name.startswith(HUB_PREFIX):
+        raise KitError(f"prompts file {name} is neither JSONL nor JSON nor Parquet (uncompressed); convert it")
 
 
 def _refuse_shards(path: Path) -> None:

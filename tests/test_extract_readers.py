@@ -137,6 +137,13 @@ def test_shards_are_no_prompts(tiny_target, tmp_path):
     assert prompts_of(write_lines(tmp_path / "own" / "manifest.jsonl", [{"prompt": "x"}])) == ["x"]
 
 
+@pytest.mark.parametrize(("name", "words"), [("p.csv", "convert it"), ("s3://bucket/p.jsonl", "shards alone")])
+def test_what_is_no_prompts_file_is_refused_by_its_name(name, words):
+    with pytest.raises(KitError, match=words):
+        find_inputs(name)
+    assert find_inputs(f"hf:org/{name.split('/')[-1]}")  # a name of the hub may end as it likes
+
+
 def test_unknown_columns_are_listed_and_can_be_mapped(tmp_path):
     rows = [{"question": "What?", "turns": TALK}]
     parquet = write_parquet(tmp_path / "p.parquet", rows)
