@@ -1,13 +1,13 @@
 """Progress of an evaluation on stderr: a live bar on a terminal, a line per prompt elsewhere."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_kit.acceptance import AR, RoundLog
+from dflash_kit.live_bar import LiveBar
 from dflash_kit.time_words import RATE_MEMORY_S, time_left
 
 from .live import method_label
@@ -15,7 +15,7 @@ from .live import method_label
 Method = tuple[str, int]
 
 
-class EvaluationProgress:
+class EvaluationProgress(LiveBar):
     """Shows prompts done, running acceptance lengths and tokens per second of every method.
 
     Args:
@@ -42,14 +42,8 @@ class EvaluationProgress:
         self._task = self._bar.add_task("eval", total=num_prompts, completed=num_done, rates="starting …")
 
     def __enter__(self) -> Self:
-        self._bar.start()
         self._t0 = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        return super().__enter__()
 
     def add_response(self, method: Method, log: RoundLog) -> None:
         """Take in one response."""

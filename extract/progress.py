@@ -9,6 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.live_bar import LiveBar
 from dflash_kit.spool import FULL_TEXT
 from dflash_kit.time_words import RATE_MEMORY_S, time_left
 
@@ -67,7 +68,7 @@ class Tally:
         }
 
 
-class ExtractionProgress(Tally):
+class ExtractionProgress(LiveBar, Tally):
     """Shows rows, rates, time left, bytes, drops and the use of GPUs on stderr while engines work, for people.
 
     Args:
@@ -101,15 +102,6 @@ class ExtractionProgress(Tally):
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
         self._full_s = self._t0 - LINE_EVERY_S  # when it was last said that the spool is full
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def expect(self, num_rows: int, num_drops: int) -> None:
         """There is more to do: another process has told its plan."""
