@@ -28,6 +28,7 @@ $(STAMP): Makefile setup.cfg pyproject.toml .ci/vllm_cpu_requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dflash-kit needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=" % sys.version_info[:2])'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@rm -f $(STAMP)
+	@echo "install: 4 steps of some minutes each, which say nothing but errors; 4 GB of disk in $(VENV)"
 ifeq ($(GPU),)
 	@echo "install 1/4: torch (no NVIDIA GPU found, CPU builds)"
 	@printf 'torch==2.13.0\ntransformers==5.19.0\n' > $(LIMITS)
@@ -54,13 +55,19 @@ endif
 
 # Every step resumes: a second `make demo` finds its model, shards, drafter and report finished.
 demo: install
+	@echo "demo: about 20 minutes on two quiet cores; stopped at any moment, make demo goes on where it was"
+	@echo "demo 1/5: the target, SmolLM2-135M-Instruct, out of its GGUF file (half a minute)"
 	$(PY) -m dflash_kit.gguf --out runs/demo/model
+	@echo "demo 2/5: extraction, 321 answers of the target and its hidden states, by vLLM (3 minutes; its engine starts in silence)"
 	$(PY) extract/dump.py --config $(DEMO_RECIPE)
+	@echo "demo 3/5: training, 1,500 steps (7 minutes)"
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu_zero1.yaml train/run.py --config $(DEMO_RECIPE)
+	@echo "demo 4/5: evaluation of that drafter on 12 prompts (9 minutes)"
 	$(PY) decode/eval.py --config $(DEMO_RECIPE)
-	@echo "and the drafter that one H200 trained for the same target (data/drafters):"
+	@echo "demo 5/5: the drafter that one H200 trained for the same target ($(BUNDLED_DRAFTER)), on 4 prompts (a few minutes)"
 	$(PY) decode/eval.py --ckpt $(BUNDLED_DRAFTER) --target runs/demo/model --out runs/demo/report-bundled \
 		--benchmarks gsm8k --limit 4 --max_new_tokens 64 --budgets 16,64
+	@echo "demo: done; the reports are runs/demo/report/report.html, runs/demo/drafter.state/report.html (training), runs/demo/report-bundled/report.html"
 
 # Two test processes of one thread each (torch and vLLM alike): two threads collapse when anything else runs on two cores.
 test: install

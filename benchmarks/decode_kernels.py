@@ -3,7 +3,7 @@
     python benchmarks/decode_kernels.py gemm gemv attention tree
 
 Each operation is captured several times in one CUDA graph, over rotating weights that do not fit the L2 cache.
-Shapes are those of an 8B target. Prints a table; the numbers chosen from it stand in `decode/fused_ops.py`.
+Shapes are those of an 8B target. Prints a table; the numbers chosen from it stand in `decode/fused_ops.py` and `fused_products.py`.
 """
 
 # ruff: noqa: B023 (every closure runs before its loop variable changes)
@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.decode_round import time_ms
-from decode import fused_ops
+from decode import fused_ops, fused_products
 from decode.device_tree import TreeBuffers, TreeBuilder
 from decode.fused_target import capture
 
@@ -135,8 +135,8 @@ def gemv() -> None:
         swiglu = name == "gate_up"
         out = torch.empty(1, out_width // (2 if swiglu else 1), device="cuda", dtype=torch.bfloat16)
         for rows, block, warps in GEMV_TRIALS:
-            fused_ops.gemv_shape = lambda *_, shape=(rows, block, warps): shape  # type: ignore[assignment]
-            us = replay_us([lambda w=w: fused_ops.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
+            fused_products.gemv_shape = lambda *_, shape=(rows, block, warps): shape  # type: ignore[assignment]
+            us = replay_us([lambda w=w: fused_products.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
             print(
                 f"{name:8} rows {rows:2} block {block:4} warps {warps}: {us:7.1f} us "
                 f"{weights[0].numel() * 2 / us / 1e6:5.2f} TB/s"
@@ -153,9 +153,11 @@ def skinny() -> None:
             out = torch.empty(count, out_width // (2 if swiglu else 1), device="cuda", dtype=torch.bfloat16)
             found = []
             for shape in SKINNY_TRIALS:
-                fused_ops.skinny_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
+                fused_products.skinny_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
                 try:
-                    us = replay_us([lambda w=w: fused_ops.skinny(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
+                    us = replay_us(
+                        [lambda w=w: fused_products.skinny(x, w, None, out, swiglu=swiglu) for w in weights[:6]]
+                    )  # type: ignore[misc]
                 except Exception as error:
                     print(shape, type(error).__name__)
                     continue

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dflash_kit.acceptance import AR, DDTREE_AUTO
+from dflash_kit.checkpoint import read_provenance
 from dflash_kit.config import parse_config
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError, require_free_bytes
@@ -30,6 +31,7 @@ from .replay import benchmark_name, open_matching_shards, replay_shards
 from .report import REPORT_NAME, build_report, print_report, write_report
 from .results import PromptResult, ResultStore
 from .settings import EvalConfig, choose_device
+from .trained_rows import TrainedRows
 from .verdict import judge
 from .watch import watch_run
 
@@ -100,13 +102,18 @@ def _report(
     argv: list[str] | None,
 ) -> int:
     """Write and print the report, judge it, publish the checkpoint if asked; the exit status."""
-    temperature = config.temperature if config.replay is None else _recorded_temperature(config, inputs)
+    facts = _facts(config, inputs, device, dtype, argv)
+    temperature = config.temperature
+    if config.replay is not None:
+        shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
+        temperature = float(shards.header.sampling.get("temperature", 0.0))
+        TrainedRows.of(read_provenance(config.ckpt), shards).add_to(facts, results, config.replay)
     report = build_report(
         results,
         methods=methods,
         num_draft_tokens=inputs.drafter_config.num_draft_tokens,
         temperature=temperature,
-        facts=_facts(config, inputs, device, dtype, argv),
+        facts=facts,
     )
     if any(name == DDTREE_AUTO for name, _ in methods):
         report["auto_costs"] = read_costs(config.out_folder)
@@ -137,6 +144,11 @@ def _replay(
     announce(config, inputs, methods, device, dtype)
     print(f"rows         {num_rows} of {config.replay}; {done} done before")
     print("replay reads responses from the shards: benchmarks, sampling, seed and enable_thinking do not apply")
+    trained = TrainedRows.of(read_provenance(config.ckpt), shards)
+    if described := trained.describe(shards.ids):
+        print(f"trained on   {described} rows", flush=True)
+    if warning := trained.warning(shards.ids, str(config.replay)):
+        print(f"warning: {warning}", file=sys.stderr)
     if config.dry_run:
         return None
     torch_dtype = getattr(torch, dtype)
@@ -192,11 +204,6 @@ def _settings(config: EvalConfig, inputs: Inputs, device: str, dtype: str) -> di
             values.pop(name)
         values["kind"] = benchmark_name(config)
     return values
-
-
-def _recorded_temperature(config: EvalConfig, inputs: Inputs) -> float:
-    shards = open_matching_shards(config, inputs.spec, inputs.drafter_config)
-    return float(shards.header.sampling.get("temperature", 0.0))
 
 
 def _facts(config: EvalConfig, inputs: Inputs, device: str, dtype: str, argv: list[str] | None) -> dict[str, Any]:

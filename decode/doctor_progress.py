@@ -1,13 +1,13 @@
 """Progress of the doctor on stderr: a live bar on a terminal, a line per form and per stage elsewhere."""
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.live_bar import LiveBar
+from dflash_kit.time_words import RATE_MEMORY_S
 
-class DoctorProgress:
+
+class DoctorProgress(LiveBar):
     """Shows answers taken and replays done.
 
     Args:
@@ -27,19 +27,11 @@ class DoctorProgress:
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
+            speed_estimate_period=RATE_MEMORY_S,
         )
         self._forms = self._bar.add_task("answers", total=num_forms, completed=-1, what="")
         self._replays = self._bar.add_task("replays", total=num_replays, completed=-1, what="")
         self._tokens = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def begin_form(self, form: str) -> None:
         """The target starts to answer the prompts in one form."""

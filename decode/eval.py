@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-if __name__ == "__main__":
-    from dflash_kit.errors import run_cli
+from dflash_kit.errors import run_cli  # noqa: E402
 
+if __name__ == "__main__":
     sys.exit(run_cli("decode.cli"))

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_kit.drafter_config import CONVENTION, FULL, SLIDING, DrafterConfig
+from dflash_kit.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.layer_kinds import CONVENTION
 from dflash_kit.target import TargetSpec, choose_mask_token_id
 
 from .altered_drafter import Change, StateForm

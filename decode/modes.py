@@ -21,6 +21,10 @@ def check_modes(config: "EvalConfig") -> None:
     Raises:
         ValueError: naming setting and value.
     """
+    if config.replay is not None and config.temperature != 0:
+        raise ValueError(
+            f"temperature is {config.temperature} with replay, which reads responses that were sampled already; leave it out"
+        )
     if config.watch is None:
         if not config.ckpt:
             raise ValueError("--ckpt is needed: a checkpoint folder or hub id, several with commas, or --watch FOLDER")

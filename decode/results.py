@@ -204,7 +204,8 @@ class ResultStore:
                 f"report folder {self.folder} belongs to another checkpoint (checkpoint_hash {there.get('checkpoint_hash')} "
                 f"there, {self._settings.get('checkpoint_hash')} now); name a new folder with --out"
             )
-        for name in sorted(set(there) | set(self._settings)):
+        # Live results where a replay's are wanted differ in much else, too.
+        for name in sorted(set(there) | set(self._settings), key=lambda name: (name != "kind", name)):
             if there.get(name) != self._settings.get(name):
                 raise KitError(
                     f"report folder {self.folder} holds results with {name} = {there.get(name)}, but this run has "

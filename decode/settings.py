@@ -40,7 +40,7 @@ class EvalConfig:
         """Settings of a recipe that are passed over where these flags choose another mode; given as flags they are refused."""
         if "doctor" in flags:
             return {field.name for field in fields(EvalConfig)} - USED
-        return {"engine", "engine_args", "batch_size"} if "replay" in flags else set()
+        return {"engine", "engine_args", "batch_size", "temperature", "top_p", "top_k"} if "replay" in flags else set()
 
     ckpt: str = ""
     """Drafter checkpoint: the folder that training wrote, any in the published layout, or a hub id. Several with commas

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_kit.errors import KitError
+from dflash_kit.hub_connection import load_dataset
 
 HUB_PREFIX = "hf:"
 PUBLISHED_PROMPTS = 128
@@ -154,7 +155,7 @@ def open_hub(text: str) -> Any:
         raise KitError(f"benchmark {text!r} names no data set; write hf:org/name, hf:org/name:config or :config:split")
     print(f"fetching     {text}, or from the hub's cache here", file=sys.stderr, flush=True)
     try:
-        return _load(repo, config or None, split=split or "test")
+        return load_dataset(repo, config or None, split=split or "test")
     except Exception as error:  # the library, the hub's client and the network raise errors of many kinds
         raise KitError(
             f"benchmark {text} cannot be fetched: {_first_line(error)}; check name, configuration and split "
@@ -171,8 +172,8 @@ def _open(name: str, benchmark: HubBenchmark, place: str | None) -> Any:
     try:
         if benchmark.files:
             files = [f"hf://datasets/{benchmark.repo}/{file}" for file in benchmark.files]
-            return _load("json", data_files=files, split="train")
-        return _load(benchmark.repo, benchmark.config, split=benchmark.split)
+            return load_dataset("json", data_files=files, split="train")
+        return load_dataset(benchmark.repo, benchmark.config, split=benchmark.split)
     except Exception as error:  # as above
         raise KitError(
             f"benchmark {name} is not bundled and cannot be fetched from the hub: {_first_line(error)}; give its data as "
@@ -188,27 +189,14 @@ def _open_local(name: str, benchmark: HubBenchmark, path: Path) -> Any:
         )
     try:
         if path.is_file():
-            return _load(SUFFIXES[path.suffix], data_files=str(path), split="train")
+            return load_dataset(SUFFIXES[path.suffix], data_files=str(path), split="train")
         files = [str(path / file) for file in benchmark.files if (path / file).is_file()]
         if files:
-            return _load("json", data_files=files, split="train")
-        splits = _load(str(path))
+            return load_dataset("json", data_files=files, split="train")
+        splits = load_dataset(str(path))
         return splits[benchmark.split] if benchmark.split in splits else splits[next(iter(splits))]
     except Exception as error:  # as above
         raise KitError(f"data of benchmark {name} in {path} cannot be read: {_first_line(error)}") from error
-
-
-def _load(*arguments: Any, **options: Any) -> Any:
-    """``datasets.load_dataset`` without the hub's line for every attempt; where nothing answers, that takes half a minute."""
-    import datasets
-    from huggingface_hub.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        return datasets.load_dataset(*arguments, **options)
-    finally:
-        logging.set_verbosity(before)
 
 
 def _first_line(error: BaseException) -> str:

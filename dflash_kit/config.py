@@ -254,7 +254,7 @@ def _explain(message: str, stage: str, hints: dict[str, Any]) -> str:
     if lone:
         return f"--{lone[1]} of {stage} needs a value: {_describe(hints.get(lone[1], str))}"
     key = re.search(r'key "([^"]+)"', message)
-    value = re.search(r"(?:Got|Given) value: (.*)$", message)
+    value = re.search(r".*(?:Got|Given) value: (.*)$", message)  # the last one: of a list, not of an item
     if key and value and key[1] in hints:
         return f"bad value {value[1]!r} for '{key[1]}' of {stage}; expected {_describe(hints[key[1]])}"
     return f"{stage}: {message}"
@@ -265,6 +265,8 @@ def _describe(hint: Any) -> str:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(repr(value) for value in arguments)
+    if typing.get_origin(hint) is list:
+        return f"a list of {_describe(arguments[0])}, as [1, 2]"
     if _is_union(hint):
         return " or ".join("null" if part is type(None) else _describe(part) for part in arguments)
     return str(hint) if arguments else getattr(hint, "__name__", str(hint))

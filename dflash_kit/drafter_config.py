@@ -6,15 +6,11 @@ from typing import Any
 
 from .errors import KitError
 from .foreign_config import published_layout
+from .layer_kinds import FULL, SLIDING, WHAT, convention, read_layer_causal, read_layer_types
 from .raw_config import RawConfig
-from .target import TargetSpec, tap_layer_ids
+from .taps import tap_layer_ids
+from .target import TargetSpec
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-CONVENTION = {FULL: False, SLIDING: True}
-"""Causal inside the block when a config is silent: sliding layers are, full layers are not (SGLang, vLLM)."""
-
-WHAT = "drafter config"
 MAX_SIZE, MAX_LAYERS = 1 << 20, 1024
 """Far above any drafter: beyond them a damaged file would ask for all memory."""
 
@@ -132,7 +128,7 @@ class DrafterConfig:
                 f"{', '.join(own_keys)}; give the folder that training wrote"
             )
         hidden_size, num_heads = both.whole("hidden_size", at_most=MAX_SIZE), both.whole("num_attention_heads")
-        layer_types = _layer_types(both, both.whole("num_hidden_layers", at_most=MAX_LAYERS))
+        layer_types = read_layer_types(both, both.whole("num_hidden_layers", at_most=MAX_LAYERS))
         window = None
         if SLIDING in layer_types:
             window = both.whole("swa_window_size") if both.has("swa_window_size") else top.whole("sliding_window")
@@ -151,7 +147,7 @@ class DrafterConfig:
             target_layer_ids=both.items("target_layer_ids", int, "layer ids"),
             num_target_layers=both.whole("num_target_layers"),
             layer_types=layer_types,
-            layer_causal=_layer_causal(top, RawConfig(nested, WHAT), layer_types),
+            layer_causal=read_layer_causal(top, RawConfig(nested, WHAT), layer_types),
             sliding_window=window,
         )
 
@@ -201,7 +197,7 @@ class DrafterConfig:
             "vocab_size": self.vocab_size,
             "dtype": dtype,
         }
-        if len(set(self.layer_causal)) == 1 and self.layer_causal != _convention(self.layer_types):
+        if len(set(self.layer_causal)) == 1 and self.layer_causal != convention(self.layer_types):
             config["is_causal"] = dflash["causal"] = self.layer_causal[0]
         return config
 
@@ -224,35 +220,6 @@ def require_reserved(mask_token_id: int, spec: TargetSpec) -> None:
         raise KitError(
             f"mask_token_id {mask_token_id} is the target's pad, bos or eos token; name a reserved id instead"
         )
-
-
-def _convention(layer_types: Sequence[str]) -> tuple[bool, ...]:
-    return tuple(CONVENTION[kind] for kind in layer_types)
-
-
-def _layer_types(both: RawConfig, num_layers: int) -> tuple[str, ...]:
-    if both.has("layer_types"):
-        kinds = both.items("layer_types", str, f"{FULL!r} and {SLIDING!r}")
-        if len(kinds) not in (0, num_layers):
-            raise KitError(f"{WHAT} has layer_types of {len(kinds)} layers, but num_hidden_layers = {num_layers}")
-        if kinds:
-            return kinds
-    # Without explicit types transformers slides the layers from max_window_layers on, if sliding is switched on at all.
-    uses_swa = both.flag("use_swa")
-    if not both.flag("use_sliding_window") and not uses_swa:
-        return (FULL,) * num_layers
-    if not both.has("swa_window_size") and not both.has("sliding_window"):
-        raise KitError("drafter config switches sliding windows on but gives no sliding_window")
-    first = 0 if uses_swa else both.whole("max_window_layers", 28, at_least=0)
-    return tuple(SLIDING if i >= first else FULL for i in range(num_layers))
-
-
-def _layer_causal(top: RawConfig, nested: RawConfig, layer_types: Sequence[str]) -> tuple[bool, ...]:
-    if nested.has("layer_causal"):
-        return nested.items("layer_causal", bool, "true and false")
-    flag = top.flag("is_causal")
-    flag = nested.flag("causal") if flag is None else flag
-    return _convention(layer_types) if flag is None else (flag,) * len(layer_types)
 
 
 def _plain_rope_theta(top: RawConfig) -> float:

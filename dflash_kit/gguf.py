@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
@@ -157,6 +158,9 @@ def _write_model(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.utils.logging.disable_progress_bar()
+    # transformers imports it as it saves, and it misses a GPU; a level it would set anew.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    print(f"converting {source}", flush=True)
     try:
         metadata = {name: field.contents() for name, field in gguf.GGUFReader(source).fields.items()}
         location: dict[str, Any] = {"gguf_file": source.name}
@@ -244,6 +248,8 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(
         "convert", ConvertConfig, argv, description="Convert a GGUF file to a Hugging Face model folder."
     )
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, in logs
     out = Path(config.out)
     is_new = convert_gguf(out, Path(config.gguf) if config.gguf else None)
     print(f"{'converted into' if is_new else 'already converted:'} {out}")

@@ -196,7 +196,10 @@ def _names(folder: Path) -> list[str]:
     except OSError as error:
         raise KitError(f"{folder} cannot be read: {error.strerror}") from error
     if not names:
-        raise KitError(f"{folder} is not a shards folder: it has no manifest.jsonl")
+        why = (
+            "it has no manifest.jsonl" if folder.is_dir() else "it is a file" if folder.exists() else "nothing is there"
+        )
+        raise KitError(f"{folder} is not a shards folder: {why}; name the folder that extraction wrote")
     return names
 
 

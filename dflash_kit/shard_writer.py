@@ -1,9 +1,7 @@
 """Writing shards so that a kill at any instant loses no finished shard and repeats no row.
 
 A shard grows as ``shard-NNNNN.arrow.incomplete``, is fsynced, renamed, and then journalled in the manifest.
-A rerun drops incomplete files, adopts shards that were renamed but not journalled, and mends a torn last
-manifest line. It touches nothing but the files of its own share (``shard_share``): other processes may be writing
-theirs.
+A rerun first brings the folder back to that state (``shard_recovery``).
 
 Several shards may grow at once, one in each lane: two threads that write to one file wait for each other, two that
 write to two files do not. Numbers are given out when a shard is begun; one that was dropped leaves a gap.
@@ -22,18 +20,11 @@ from .errors import KitError, free_bytes, require_free_bytes
 from .interrupts import uninterrupted
 from .shard_checks import check_row
 from .shard_entry import ShardEntry
-from .shard_file import GrowingShard, ShardFile, sync_folder, to_stored
-from .shard_folder import (
-    make_folder,
-    orphans,
-    read_sound_manifests,
-    require_header,
-    require_no_other_split,
-    require_same_kind,
-)
-from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader, file_checksum
+from .shard_file import GrowingShard, to_stored
+from .shard_folder import make_folder, require_same_kind
+from .shard_format import INCOMPLETE_SUFFIX, Row, ShardsHeader
 from .shard_journal import Journal
-from .shard_manifest import Manifest, read_manifest
+from .shard_recovery import recover
 from .shard_share import Share
 from .shard_states import with_stored_states
 from .spool_room import SpoolRoom, stored_bytes
@@ -284,69 +275,11 @@ class ShardWriter:
 
     def _recover(self, wait_s: float) -> None:
         """Bring this writer's files to the state after its last finished shard; the lock is held."""
-        own = read_manifest(self.folder / self.share.manifest_name)
-        require_header(self.folder, own, self.share)
-        if own.header is not None and own.header != self.header:
-            if own.shards or orphans(os.listdir(self.folder), own, self.share):
-                own.header.require_compatible(self.header, f"cannot add to {self.folder}")
-            else:  # left by a start that failed: begin anew
-                own = Manifest(own.name)
-        self._journal.start_after(own.whole_bytes)
-        if own.header is None:
-            self._journal.append_header(self.header)
-        if own.world_size != self.share.world_size > 1:
-            self._journal.append_split(self.share.world_size)
-        manifests = read_sound_manifests(self.folder, self.share)
-        require_no_other_split(self.folder, manifests, self.share, wait_s=wait_s)
-        own = manifests.of(own.name)
-        names = os.listdir(self.folder)
-        for name in names:
-            final_name = name.removesuffix(INCOMPLETE_SUFFIX)
-            if final_name != name and self.share.shard_index(final_name) is not None:
-                (self.folder / name).unlink()
-        for part in manifests.parts:
-            for entry in part.shards:
-                if part is own:
-                    self._take(entry)
-                else:
-                    self.done_ids.update(entry.ids)
-        for name in orphans(names, own, self.share):
-            self._adopt(self.folder / name)
-        sync_folder(self.folder)
-
-    def _adopt(self, path: Path) -> None:
-        """Journal a shard that was renamed, hence complete and durable, when the run was killed.
-
-        While this rank was away, a run of another split may have captured its rows again: then it is dropped.
-        """
-        shard = ShardFile(path)
-        shard.header.require_compatible(self.header, f"shard {path}")
-        try:
-            rows = shard.sound_rows()
-        except KitError as error:
-            raise KitError(
-                f"{error}; a killed run left it: delete it and run again, its rows are captured anew"
-            ) from error
-        ids, lengths = [row.id for row in rows], [len(row.input_ids) for row in rows]
-        repeated = self.done_ids.intersection(ids)
-        if repeated:
-            path.unlink()
-            self.notes.append(
-                f"{path.name} was dropped: a killed run had not journalled it, and {len(repeated)} of its {len(ids)} "
-                "rows are in other shards by now"
-            )
-            return
-        entry = ShardEntry(
-            file=path.name,
-            rows=len(ids),
-            tokens=sum(lengths),
-            lengths=lengths,
-            ids=ids,
-            checksum=file_checksum(self.header.checksum, path),
-            bytes=shard.num_bytes,
-        )
-        self._journal.append_shard(entry)
-        self._take(entry)
+        found = recover(self.folder, self.header, self.share, self._journal, wait_s=wait_s)
+        self.done_ids.update(found.other_ids)
+        self.notes += found.notes
+        for entry in found.shards:
+            self._take(entry)
 
     def _full(self, lane: int | None, row_id: str | None, error: OSError) -> KitError:
         """Drop a lane's growing shard after a write error, and say so."""

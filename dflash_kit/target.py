@@ -1,47 +1,35 @@
-"""The target: what its folder says about it, its weights, and its tapped hidden states.
-
-Layer ids are 0-based decoder layers whose *output* is meant: id k is ``hidden_states[k + 1]`` of transformers
-and auxiliary layer ``k + 1`` of vLLM (both count the embeddings as 0).
-
-Shape legend: B batch, T tokens, K taps, D hidden size, V vocabulary.
-"""
+"""The target: what its folder says about it, its weights, and its tokenizer. Its tapped hidden states are in ``taps``."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from .errors import KitError
+from .hub_connection import missing_folder, why_missing
+from .taps import TapRecorder, decoder_layers, tap_layer_ids
 from .weights_identity import weights_hash
+
+__all__ = [
+    "TapRecorder",
+    "TargetSpec",
+    "choose_mask_token_id",
+    "config_hash",
+    "decoder_layers",
+    "digest",
+    "load_config",
+    "load_target",
+    "load_tokenizer",
+    "tap_layer_ids",
+    "tokenizer_identity",
+]
 
 # Keys of config.json that change without changing what the model computes.
 VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
-
-
-def tap_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
-    """Layers to tap: evenly spread from the second layer to the fourth from the end (the published rule).
-
-    ``id_i = round(1 + i (N - 4) / (n - 1))``; one tap takes the middle layer ``N // 2``.
-
-    Raises:
-        KitError: the target has too few layers for ``num_taps`` distinct taps.
-    """
-    if num_taps < 1:
-        raise KitError(f"num_taps is {num_taps}; at least 1 is needed")
-    if num_taps == 1:
-        return [num_target_layers // 2]
-    ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
-    if len(set(ids)) != num_taps or ids != sorted(ids) or ids[-1] >= num_target_layers:
-        raise KitError(
-            f"{num_taps} taps do not fit a target of {num_target_layers} layers; "
-            f"take at most {max(1, num_target_layers - 3)} taps or name target_layer_ids"
-        )
-    return ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +120,11 @@ class TargetSpec:
 
 def load_config(path: str | Path, revision: str | None = None) -> Any:
     """The transformers configuration of a folder or hub id; ``KitError`` when there is none."""
+    reason = why_missing(path, revision)
+    if reason is not None:
+        raise _not_loaded(path, reason)
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise _not_loaded(path, "the folder has no config.json")
     from transformers import AutoConfig
 
     try:
@@ -164,8 +157,11 @@ def load_target(
         KitError: missing or unreadable weights, or an architecture that transformers does not know.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     load_config(path, revision)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -185,67 +181,6 @@ def load_target(
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise KitError(f"target {path} lacks {missing[0]}{more}, or holds it in another shape; restore its weights")
     return model.to(device).eval().requires_grad_(False)
-
-
-class TapRecorder:
-    """Context manager that keeps the output of chosen decoder layers of the last forward pass.
-
-    Args:
-        model: a transformers causal language model.
-        layer_ids: 0-based layers whose output is kept, in the order in which they are concatenated.
-
-    Raises:
-        KitError: an id outside the model's layers.
-    """
-
-    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
-        self.layer_ids = tuple(layer_ids)
-        self._layers = decoder_layers(model)
-        bad = [i for i in self.layer_ids if not 0 <= i < len(self._layers)]
-        if bad:
-            raise KitError(f"tap layer ids {bad} are outside this target's layers 0..{len(self._layers) - 1}")
-        self._outputs: dict[int, Tensor] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> "TapRecorder":
-        for layer_id in set(self.layer_ids):
-            self._handles.append(self._layers[layer_id].register_forward_hook(self._keep(layer_id)))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._outputs.clear()
-
-    def _keep(self, layer_id: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def taps(self) -> Tensor:
-        """Taps of the last forward pass: (B, T, K * D), in the dtype of the model. They are handed out once.
-
-        Raises:
-            RuntimeError: a tapped layer did not run since the last call (a bug, never a user's mistake).
-        """
-        missing = [i for i in self.layer_ids if i not in self._outputs]
-        if missing:
-            raise RuntimeError(f"layers {missing} did not run since the taps were last taken")
-        taps = torch.cat([self._outputs[i] for i in self.layer_ids], dim=-1)
-        self._outputs.clear()
-        return taps
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder layers of a text or multimodal causal language model, in order."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    decoder = getattr(decoder, "language_model", decoder)
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise KitError(f"{type(model).__name__} has no decoder layers that can be tapped")
-    return layers
 
 
 def choose_mask_token_id(spec: TargetSpec, tokenizer: Any) -> int:
@@ -338,9 +273,12 @@ def _first_id(value: int | list[int] | None) -> int | None:
 
 def _unreadable(path: str | Path, error: Exception) -> KitError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not Path(path).exists():  # of a path the hub's client would speak as of an id
-        is_path = Path(path).is_absolute() or str(path).startswith(".") or str(path).count("/") > 1
-        first_line = "no such folder" if is_path else f"no such folder; on the hub: {first_line.rstrip('.')}"
+    if not Path(path).exists():
+        first_line = f"{missing_folder(str(path))}; on the hub: {first_line.rstrip('.')}"
+    return _not_loaded(path, first_line)
+
+
+def _not_loaded(path: str | Path, reason: str) -> KitError:
     return KitError(
-        f"target {path} cannot be loaded: {first_line}; give a folder with config.json and safetensors or a hub id"
+        f"target {path} cannot be loaded: {reason}; give a folder with config.json and safetensors or a hub id"
     )

@@ -16,7 +16,11 @@ from .settings import ExtractConfig
 
 
 def make_job(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan: Plan | None, place: Place) -> Job:
-    """The job; without a plan for samples as long as the target's context."""
+    """The job; without a plan for samples as long as the target's context.
+
+    Engines make room for one token more than the longest sample has: an answer that ends with the context does not need it.
+    """
+    context = spec.max_position_embeddings
     return Job(
         spec=spec,
         header=header,
@@ -24,7 +28,7 @@ def make_job(config: ExtractConfig, spec: TargetSpec, header: ShardsHeader, plan
         share=config.shares[0],
         max_shard_bytes=config.max_shard_bytes,
         max_num_seqs=num_seqs(config),
-        longest_tokens=spec.max_position_embeddings if plan is None else plan.longest_tokens,
+        longest_tokens=context if plan is None else min(plan.longest_tokens, context - 1),
         prefix_caching=config.prefix_caching,
         tensor_parallel_size=config.tensor_parallel_size,
         workers_per_gpu=config.workers_per_gpu,

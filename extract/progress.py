@@ -9,7 +9,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_kit.live_bar import LiveBar
 from dflash_kit.spool import FULL_TEXT
+from dflash_kit.time_words import RATE_MEMORY_S, time_left
 
 from . import capture
 from .gpu_meter import GpuMeter
@@ -66,7 +68,7 @@ class Tally:
         }
 
 
-class ExtractionProgress(Tally):
+class ExtractionProgress(LiveBar, Tally):
     """Shows rows, rates, time left, bytes, drops and the use of GPUs on stderr while engines work, for people.
 
     Args:
@@ -95,19 +97,11 @@ class ExtractionProgress(Tally):
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._has_bar,
+            speed_estimate_period=RATE_MEMORY_S,
         )
         self._task = self._bar.add_task(label, total=num_rows, rates="engine starts …")
         self._line_s = self._t0
         self._full_s = self._t0 - LINE_EVERY_S  # when it was last said that the spool is full
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def expect(self, num_rows: int, num_drops: int) -> None:
         """There is more to do: another process has told its plan."""
@@ -161,7 +155,7 @@ class ExtractionProgress(Tally):
         left_s = self._left_s()
         if left_s is None:
             return "too few rows are finished to say how long" if self.num_rows else "no row is finished yet"
-        return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"
+        return time_left(left_s)
 
     def _left_s(self) -> float | None:
         if self.num_rows == 0 or self.num_rows < self._total_rows * LEAST_SHARE:

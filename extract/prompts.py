@@ -191,13 +191,13 @@ def _with_tools(line: Conversation, tokenizer: Any, template_args: dict[str, Any
 
 def _prompt_ids(conversation: Conversation, tokenizer: Any, template_args: dict[str, Any]) -> list[int]:
     if conversation.is_plain and not tokenizer.chat_template:
-        return list(tokenizer(conversation.messages[0]["content"])["input_ids"])
+        return list(tokenizer(conversation.messages[0]["content"], verbose=False)["input_ids"])
     return encode_prompt(tokenizer, conversation.messages, **template_args)
 
 
 def _fixed_tokens(line: PlainText | Tokens, tokenizer: Any, vocab_size: int) -> tuple[list[int], list[Span]]:
     if isinstance(line, PlainText):
-        ids = list(tokenizer(line.text)["input_ids"])
+        ids = list(tokenizer(line.text, verbose=False)["input_ids"])
         if len(ids) < 2:
             raise KitError("the text is a single token; at least two are needed, since the first is never predicted")
         return ids, [(1, len(ids))]

@@ -9,11 +9,17 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_kit.errors import KitError
+from dflash_kit.hub_connection import load_dataset
+from dflash_kit.shard_share import manifest_names, manifest_of_shard
+from dflash_kit.shard_store import is_url
+
+from .places import CONFIG_NAME
 
 CONTENT_COLUMNS = ("messages", "prompt", "conversations", "input_ids", "text")
 """Columns that hold what is said, in the order in which they are looked for."""
@@ -22,6 +28,8 @@ SIDE_COLUMNS = ("tools", "system", "loss_mask")
 FOLDER_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")
 HUB_PREFIX = "hf:"
 DEFAULT_SPLIT = "train"
+OTHER_SUFFIXES = (".csv", ".tsv", ".xlsx", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
+"""Of files that people have prompts in, too, and that would be refused for their first line."""
 BATCH_ROWS = 256
 
 
@@ -58,12 +66,15 @@ def find_inputs(inputs: str) -> list[str]:
     """Files and hub names behind comma-separated inputs, each once.
 
     Raises:
-        KitError: a folder without files that can be read, or a glob that matches nothing.
+        KitError: a folder without files that can be read, a glob that matches nothing, or shards.
     """
     names = [inputs] if os.path.exists(inputs) else [name.strip() for name in inputs.split(",")]
     found = [file for name in names if name for file in _expand(name)]
     if not found:
         raise KitError(f"prompts are {inputs!r}; name a file, a folder, a glob or hf:org/name")
+    for file in found:
+        _refuse_others(file)
+        _refuse_shards(Path(file))
     return list(dict.fromkeys(found))
 
 
@@ -77,6 +88,8 @@ def unknown_columns(source: str, found: Sequence[str], content_columns: Sequence
 
 def _expand(name: str) -> list[str]:
     if name.startswith(HUB_PREFIX):
+        return [name]
+    if is_url(name):
         return [name]
     path = Path(name).expanduser()
     if path.is_dir():
@@ -96,6 +109,32 @@ def _files_of(folder: Path) -> list[str]:
     if not visible:
         raise KitError(f"folder {folder} holds no file that ends in {', '.join(FOLDER_SUFFIXES)}")
     return [str(path) for path in sorted(visible)]
+
+
+def _refuse_others(name: str) -> None:
+    if is_url(name):
+        raise KitError(
+            f"prompts are {name!r}; a URL may stand for shards alone: download the file, or name hf:org/name"
+        )
+    if name.endswith(OTHER_SUFFIXES) and not name.startswith(HUB_PREFIX):
+        raise KitError(f"prompts file {name} is neither JSONL nor JSON nor Parquet (uncompressed); convert it")
+
+
+def _refuse_shards(path: Path) -> None:
+    """Shards hold tokens and states of prompts that were answered already, and their manifest would pass for JSONL."""
+    if manifest_names([path.name]):
+        is_ours = False
+        with suppress(OSError), path.open("rb") as file:
+            is_ours = file.read(4096).startswith(b'{"kind":"header"')
+    else:
+        is_ours = manifest_of_shard(path.name) is not None and path.is_file()
+    if is_ours:
+        kept = path.with_name(CONFIG_NAME)
+        where = f" ({kept} names them)" if kept.is_file() else ""
+        raise KitError(
+            f"prompts: {path} belongs to shards, which hold states of prompts that were answered already, not prompts: train on "
+            f"them (train/run.py --shards {path.parent}), or name the prompts that they were extracted from{where}"
+        )
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -154,10 +193,8 @@ def _load_hub(name: str) -> Any:
     path, config, split = (*name.removeprefix(HUB_PREFIX).split(":", 2), "", "")[:3]
     if not path:
         raise KitError(f"prompts are {name!r}; write hf:org/name, hf:org/name:config or hf:org/name:config:split")
-    import datasets
-
     try:
-        return datasets.load_dataset(path, config or None, split=split or DEFAULT_SPLIT)
+        return load_dataset(path, config or None, split=split or DEFAULT_SPLIT)
     except Exception as error:  # the library, the hub's client and the network raise errors of many kinds
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise KitError(

@@ -1,6 +1,7 @@
 """The command that starts a vLLM server which can write shards for ``--server``."""
 
 import json
+import logging
 import os
 import shlex
 import sys
@@ -23,6 +24,8 @@ def serve_command(job: Job) -> str:
     Raises:
         KitError: an engine argument that vLLM does not know, or that extraction sets itself.
     """
+    if not job.verbose and "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # here it speaks of this host; the server says it again
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 

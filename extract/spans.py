@@ -56,7 +56,7 @@ def _apply_template(tokenizer: Any, messages: list[Message], **settings: Any) ->
 def encode_prompt(tokenizer: Any, messages: list[Message], **template_args: Any) -> list[int]:
     """Token ids of a conversation that the target is to continue."""
     text = render(tokenizer, messages, add_generation_prompt=True, **template_args)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def require_tools(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None) -> None:
@@ -103,7 +103,7 @@ def encode_conversation(
             raise KitError(f"{len(spans)} assistant turns were found in the rendered conversation, {len(turns)} exist")
         spans = spans[-len(learnt) :]
     else:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = list(encoded["input_ids"])
         chars = [_char_span(tokenizer, messages, i, text, **template_args) for i in learnt]
         spans = [_token_span(encoded["offset_mapping"], span) for span in chars]

@@ -11,7 +11,7 @@ from drafting import MASK, generate
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_kit import drafter as drafter_module
+from dflash_kit import drafter_layers
 from dflash_kit.drafter import Drafter, RotaryPositions
 from dflash_kit.drafter_config import SLIDING, DrafterConfig
 from dflash_kit.masks import BlockLayout
@@ -49,7 +49,7 @@ def only_first_dims_rotated(num_dims: int | None) -> Iterator[None]:
     if num_dims is None:
         yield
         return
-    full, plain = drafter_module.rotate, RotaryPositions.forward
+    full, plain = drafter_layers.rotate, RotaryPositions.forward
 
     def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = states[..., :num_dims], states[..., num_dims:]
@@ -58,11 +58,11 @@ def only_first_dims_rotated(num_dims: int | None) -> Iterator[None]:
     def tables(self: RotaryPositions, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return plain(RotaryPositions(num_dims, self.theta), positions, dtype)
 
-    drafter_module.rotate, RotaryPositions.forward = rotate, tables  # type: ignore[method-assign]
+    drafter_layers.rotate, RotaryPositions.forward = rotate, tables  # type: ignore[method-assign]
     try:
         yield
     finally:
-        drafter_module.rotate, RotaryPositions.forward = full, plain  # type: ignore[method-assign]
+        drafter_layers.rotate, RotaryPositions.forward = full, plain  # type: ignore[method-assign]
 
 
 def train_faulty(

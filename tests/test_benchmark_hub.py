@@ -132,7 +132,7 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         name = next(n for n, b in HUB_BENCHMARKS.items() if b.repo in str(asked[-1]))
         return datasets.Dataset.from_list([rows[name]])
 
-    monkeypatch.setattr(dflash_kit.benchmark_hub, "_load", load)
+    monkeypatch.setattr(dflash_kit.benchmark_hub, "load_dataset", load)
     for name in HUB_BENCHMARKS:
         assert load_benchmark(name)[0].turns == (STAND_INS[name][1],)
     assert asked[0] == ("HuggingFaceH4/MATH-500", None, {"split": "test"})
@@ -140,7 +140,7 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert asked[4][1]["data_files"][-1] == "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
     monkeypatch.setattr(
         dflash_kit.benchmark_hub,
-        "_load",
+        "load_dataset",
         lambda *a, **k: datasets.Dataset.from_list(
             [{"prompt": f"{a} {k}", "turns": None}, {"prompt": None, "turns": ["b", "c"]}]
         ),
@@ -155,7 +155,7 @@ def test_offline_says_what_would_do(name: str, monkeypatch: pytest.MonkeyPatch) 
     def unreachable(*_: Any, **__: Any) -> Any:
         raise ConnectionError("Couldn't reach the hub\nlong explanation")
 
-    monkeypatch.setattr(dflash_kit.benchmark_hub, "_load", unreachable)
+    monkeypatch.setattr(dflash_kit.benchmark_hub, "load_dataset", unreachable)
     with pytest.raises(KitError) as refused:
         load_benchmark(name)
     message = str(refused.value)

@@ -245,7 +245,7 @@ def test_checkpoint_that_does_not_fit_is_refused(
     assert header["tokenizer_hash"] in message
     absent = str(tmp_path / "absent")
     message = refused(made / "drafter", f"--target={absent}")
-    assert "cannot be loaded: no such folder;" in message
+    assert "cannot be loaded: no such folder" in message
     assert "--target" not in message
     moved = copy_checkpoint(made, tmp_path / "moved")
     provenance = json.loads((moved / "provenance.json").read_text()) | {"target": absent}

@@ -26,6 +26,7 @@ def test_the_doctor_needs_no_more_than_a_checkpoint() -> None:
         ({"engine": "fused", "budgets": "4,auto"}, "fixed budgets"),
         ({"batch_size": 2, "budgets": "4,auto"}, "one prompt at a time"),
         ({"out": " "}, "out is ' '; name a folder"),
+        ({"replay": "shards", "temperature": 1.0}, "with replay, which reads responses"),
         ({"base_model": "org/name"}, "is for the card of push_to_hub"),
         ({"benchmarks": "math500=a.jsonl,math500=b.jsonl"}, "names math500 twice"),
         ({"benchmarks": "gsm8k,gsm8k"}, "names gsm8k twice"),

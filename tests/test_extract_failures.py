@@ -124,7 +124,7 @@ class Engine:
         return [None, {"accepted": accepted, "error": None, "bytes": 10}]
 
 
-def drive(engine, monkeypatch, *, skip: bool, count=20):
+def drive(engine, monkeypatch, *, skip: bool, count=20, given=True):
     """Run the driver; returns it and the sums of what it reported."""
     monkeypatch.setattr(vllm_capture._Run, "_params", lambda self, sample: None)
     job = Job(
@@ -137,7 +137,7 @@ def drive(engine, monkeypatch, *, skip: bool, count=20):
         skip_errors=skip,
     )
     samples = [
-        Sample(id=f"row{i}", source=f"p:{i}", token_ids=[1], loss_spans=[(0, 1)], max_new_tokens=0)
+        Sample(id=f"row{i}", source=f"p:{i}", token_ids=[1], loss_spans=[(0, 1)] if given else None, max_new_tokens=3)
         for i in range(count)
     ]
     run = vllm_capture._Run(engine, job, samples)
@@ -190,7 +190,7 @@ class Speaker(Engine):
 
 def test_tokens_of_unfinished_answers_are_reported_once(monkeypatch):
     monkeypatch.setattr(vllm_capture, "STATUS_EVERY_S", 0.0)  # a report after every step
-    run, _, _, reports = drive(Speaker(), monkeypatch, skip=False, count=6)
+    run, _, _, reports = drive(Speaker(), monkeypatch, skip=False, count=6, given=False)
     # Four requests at a time speak, and then the two that waited.
     assert [report.num_said for report in [*reports, run.finish({})] if report.num_said] == [4, 4, 4, 2, 2, 2]
 

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from train_helpers import make_shards
 
 from dflash_kit.errors import KitError
 from extract.prompts import read_prompts
@@ -120,6 +121,27 @@ def test_missing_and_unreadable_inputs_are_refused_before_anything_is_read(tmp_p
     for name, words in (("bad.parquet", "cannot be read as Parquet"), ("bad.json", "is not JSON")):
         with pytest.raises(KitError, match=words):
             list(read_records(tmp_path / name))
+
+
+def test_shards_are_no_prompts(tiny_target, tmp_path):
+    shards = make_shards(tmp_path / "runs" / "shards", tiny_target, num_rows=2)
+    (tmp_path / "own").mkdir()
+    for inputs in (shards, shards / "shard-00000.arrow", shards / "manifest.jsonl", f"{shards}/*", tmp_path / "runs"):
+        with pytest.raises(
+            KitError, match=r"belongs to shards.*not prompts: train on them .*--shards .*/runs/shards\)"
+        ):
+            find_inputs(str(inputs))
+    (shards / "extract.yaml").write_text("prompts: p.jsonl")
+    with pytest.raises(KitError, match=r"extracted from \(.*/runs/shards/extract.yaml names them\)"):
+        find_inputs(str(shards))
+    assert prompts_of(write_lines(tmp_path / "own" / "manifest.jsonl", [{"prompt": "x"}])) == ["x"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("p.csv", "convert it"), ("s3://bucket/p.jsonl", "shards alone")])
+def test_what_is_no_prompts_file_is_refused_by_its_name(name, words):
+    with pytest.raises(KitError, match=words):
+        find_inputs(name)
+    assert find_inputs(f"hf:org/{name.split('/')[-1]}")  # a name of the hub may end as it likes
 
 
 def test_unknown_columns_are_listed_and_can_be_mapped(tmp_path):

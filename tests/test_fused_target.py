@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import fused_ops
+from decode import fused_ops, fused_products
 from decode.device_tree import TreeBuffers, TreeBuilder, WalkBuffers, walk
 from decode.fused_drafter import FusedDrafter
 from decode.fused_round import FusedRound, decode_greedy
@@ -269,9 +269,9 @@ def test_row_kernels(width: int) -> None:
     x, w = torch.randn(1, width, generator=generator), torch.randn(2 * 40, width, generator=generator)
     out, pair = torch.empty(1, 80), torch.empty(1, 40)
     bias = torch.randn(80, generator=generator)
-    ours = fused_ops.gemv(x.to(DEVICE), w.to(DEVICE), bias.to(DEVICE), out.to(DEVICE))
+    ours = fused_products.gemv(x.to(DEVICE), w.to(DEVICE), bias.to(DEVICE), out.to(DEVICE))
     assert error(ours.cpu(), x.double() @ w.double().t() + bias) < 1e-6
-    ours = fused_ops.gemv(x.to(DEVICE), w.to(DEVICE), None, pair.to(DEVICE), swiglu=True)
+    ours = fused_products.gemv(x.to(DEVICE), w.to(DEVICE), None, pair.to(DEVICE), swiglu=True)
     gate, up = (x.double() @ w.double().t()).chunk(2, dim=-1)
     assert error(ours.cpu(), torch.nn.functional.silu(gate) * up) < 1e-6
     caches = torch.randn(3, 2, 2, 64, 32, generator=generator)

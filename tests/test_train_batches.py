@@ -10,13 +10,13 @@ import torch
 from train_helpers import make_shards, small_run
 
 from dflash_kit.config import parse_config
+from dflash_kit.row_split import hold_out
 from dflash_kit.shards import open_shards
 from train.batches import PackedRow, RowPacker, packed_length
 from train.cli import TrainConfig
 from train.feed import Feed
 from train.job import prepare
 from train.packing import PackedIndex, PackingPlan, fill_ratio, num_micro_steps, pack_epoch
-from train.validation import hold_out
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def test_a_drafter_of_another_target_of_the_same_sizes_is_refused(
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "", "org/"])
 def test_neither_a_folder_nor_a_hub_id(shards_folder: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(KitError, match=f"init is '{name}'; it must be a folder .* or a hub id"):
+    with pytest.raises(KitError, match=f"init is '{name}', no such folder.*; it must be a folder .* or a hub id"):
         main(arguments(shards_folder, tmp_path / "out", name))
     with pytest.raises(KitError, match=r"has no config\.json"):
         main(arguments(shards_folder, tmp_path / "out", shards_folder))

@@ -53,9 +53,9 @@ def require_applied(counters: Counters) -> None:
     """Refuse to call a drafter trained that no step has changed; the counters are equal in every process."""
     if counters.skipped_steps == counters.step:
         raise KitError(
-            f"none of the run's {counters.step} steps was applied: each had a non-finite loss or gradient, or no "
-            "supervised token, so there is no drafter to finish; look for NaN in the shards' hidden states, or lower "
-            "optim.lr, and choose another --out"
+            f"none of the run's {counters.step} steps was applied: each had a non-finite loss or gradient (look for NaN in the "
+            "shards' hidden states, or lower optim.lr), or no supervised token (rows that are cut before the response: raise "
+            "data.seq_len), so there is no drafter to finish; mend that and choose another --out"
         )
 
 

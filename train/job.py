@@ -1,13 +1,12 @@
 """From a configuration to everything that a run needs, refusing what does not fit; reads no hidden states."""
 
-import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
+from dflash_kit.row_split import hold_out, ids_digest, in_hash_order
 from dflash_kit.shards import Shards, ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec, choose_mask_token_id, load_tokenizer
 
@@ -19,7 +18,6 @@ from .packing import PackingPlan
 from .settings import NEW_DRAFTER, TrainConfig
 from .spool_place import SpoolPlace, find_spool
 from .state import RunFolder
-from .validation import hold_out, in_hash_order
 
 FREE_TO_CHANGE = {"out", "shards", "eval_shards", "target", "dry_run"}
 """Settings that may differ between a run and its resumption: places, and how often something is printed or saved."""
@@ -97,13 +95,13 @@ class Job:
         if self.spool is not None:
             rows: dict[str, Any] = {"spool": True}
             if self.config.eval_shards is not None:
-                rows["eval_rows_digest"] = _digest([self.eval_shards.ids[i] for i in self.eval_rows])
+                rows["eval_rows_digest"] = ids_digest([self.eval_shards.ids[i] for i in self.eval_rows])
         else:
             rows = {
                 "train_rows": len(self.train_rows),
-                "train_rows_digest": _digest([self.shards.ids[i] for i in self.train_rows]),
+                "train_rows_digest": ids_digest([self.shards.ids[i] for i in self.train_rows]),
                 "eval_rows": len(self.eval_rows),
-                "eval_rows_digest": _digest([self.eval_shards.ids[i] for i in self.eval_rows]),
+                "eval_rows_digest": ids_digest([self.eval_shards.ids[i] for i in self.eval_rows]),
                 "max_steps": self.max_steps,
             }
         return {
@@ -218,10 +216,3 @@ def _require_same_kind(config: TrainConfig, header: ShardsHeader, other: ShardsH
                 f"eval_shards {config.eval_shards} have {name} {theirs!r} but {config.shards} have {mine!r}; "
                 "extract them with the same target and taps"
             )
-
-
-def _digest(ids: Sequence[str]) -> str:
-    hasher = hashlib.blake2b(digest_size=8)
-    for row_id in ids:
-        hasher.update(row_id.encode() + b"\0")
-    return hasher.hexdigest()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.time_words import duration
 
 from .duration import USUAL_SHARE, StepSeconds, step_seconds
 from .estimate import GIB, SHARDINGS, Machine, MemoryBytes, Sharding, memory_bytes, num_parameters, state_bytes
@@ -68,7 +69,7 @@ def estimate_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
     first = step_seconds(job, SHARDINGS[0], machine, rates)
     rule = f"from the counted operations to {1 / USUAL_SHARE - 1:.0%} more"
     if job.max_steps:
-        least, usual = (_duration(job.max_steps * s) for s in (first.least, first.usual))
+        least, usual = (duration(job.max_steps * s) for s in (first.least, first.usual))
         lines.append(
             f"time         {least} to {usual} for {job.max_steps:,} steps without ZeRO ({rule}), replays not counted"
         )
@@ -92,12 +93,6 @@ def _rate_words(rates: Rates) -> str:
     if rates.exchange_bytes_per_s:
         words.append(f"between processes {rates.exchange_bytes_per_s / 1e9:,.1f} GB/s")
     return ", ".join(words)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _optimizer_words(optim: OptimSettings) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_kit.acceptance import Acceptance
+from dflash_kit.time_words import time_left
 
 from .counters import writes
 from .tracking import Tracker
@@ -92,7 +93,7 @@ class Reporter:
 
 
 def step_line(values: dict[str, Any], max_steps: int | str) -> str:
-    """The line of a training interval; ``max_steps`` may be words where it is an estimate."""
+    """The line of a training interval; ``max_steps`` may be words where it is an estimate, and no time left is told then."""
     rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in values["slot_accuracy"])
     norm = values["grad_norm"]
     line = (
@@ -106,6 +107,8 @@ def step_line(values: dict[str, Any], max_steps: int | str) -> str:
         line += f"  unreadable {values['unreadable_rows']}"
     if values.get("peak_gib") is not None:
         line += f"  peak {values['peak_gib']:.1f} GiB"
+    if isinstance(max_steps, int) and max_steps > values["step"]:
+        line += f"  {time_left((max_steps - values['step']) * values['s_per_step'])}"
     return line
 
 

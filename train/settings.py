@@ -8,6 +8,7 @@ from dflash_kit.acceptance import MAX_BUDGET
 from dflash_kit.errors import require_folder_name
 
 from .losses import default_gamma
+from .optim_settings import OptimSettings, at_least
 
 NEW_DRAFTER: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -18,7 +19,6 @@ NEW_DRAFTER: dict[str, Any] = {
     "block_size": 16,
 }
 """What null stands for in ``DrafterSettings`` when a drafter begins from random weights."""
-DECAY_FRACTION = 0.2
 MAX_BLOCK_SIZE = 1024
 """Far more tokens than any target accepts at once; a larger block is a slip that would not fit in memory."""
 MAX_SEED = 2**63 - 1
@@ -50,7 +50,7 @@ class DrafterSettings:
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "intermediate_size"):
             if getattr(self, name) is not None:
-                _at_least(f"drafter.{name}", getattr(self, name), 1)
+                at_least(f"drafter.{name}", getattr(self, name), 1)
         if self.block_size is not None and not 2 <= self.block_size <= MAX_BLOCK_SIZE:
             raise ValueError(f"drafter.block_size is {self.block_size}; allowed is 2 or more, up to {MAX_BLOCK_SIZE}")
 
@@ -80,7 +80,7 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "anchors", "rows_per_step", "prefetch"):
-            _at_least(f"data.{name}", getattr(self, name), 2 if name == "seq_len" else 1)
+            at_least(f"data.{name}", getattr(self, name), 2 if name == "seq_len" else 1)
         if not 0 <= self.holdout_fraction < 1:
             raise ValueError(f"data.holdout_fraction is {self.holdout_fraction}; allowed is 0 up to below 1")
         if not 0 <= self.feature_noise < inf:
@@ -127,98 +127,6 @@ class LossSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimSettings:
-    """The optimizer and its schedule. DeepSpeed's own optimizer, scheduler and clipping sections stay empty or "auto"."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the layers, AdamW for fc and norms; not under DeepSpeed."""
-    lr: float = 6e-4
-    """Peak learning rate of AdamW."""
-    muon_lr: float | None = None
-    """Peak learning rate of Muon, whose updates are scaled to the size of AdamW's; null takes lr."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the projections; norms have none."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    clip: float = 1.0
-    """Largest global gradient norm."""
-    warmup_fraction: float = 0.04
-    """Share of the steps in which the rate rises."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """What follows the warm-up. cosine, linear: down from there on. wsd: stable, then linearly down."""
-    decay_fraction: float | None = None
-    """Share of the steps in which wsd goes down; null takes 0.2."""
-    final_fraction: float = 0.0
-    """Rate at the end as a share of the peak."""
-    ema_decay: float = 0.0
-    """Decay per step of a float32 average of the weights, which replay and the finished drafter then use; 0: none.
-    It starts lower, (1 + step) / (10 + step), so that the first weights are forgotten. Not under ZeRO 3."""
-    epochs: int = 6
-    """Passes over the rows; without effect where max_steps is given, and on a spool, where extraction has the epochs."""
-    max_steps: int | None = None
-    """Optimizer steps; null takes what the epochs need. Not for a spool, which is trained on to its end."""
-    max_bad_steps: int = 5
-    """Steps in a row with a non-finite loss or gradient after which the run stops; each is skipped."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "max_bad_steps"):
-            _at_least(f"optim.{name}", getattr(self, name), 1)
-        if self.max_steps is not None:
-            _at_least("optim.max_steps", self.max_steps, 1)
-        if not 0 < self.lr < inf or not self.clip > 0:
-            raise ValueError(
-                f"optim.lr is {self.lr} and optim.clip is {self.clip}; both must be above 0, the rate finite"
-            )
-        if not 0 <= self.weight_decay < inf:
-            raise ValueError(f"optim.weight_decay is {self.weight_decay}; allowed is 0 (none) or more, and finite")
-        if not 0 <= self.warmup_fraction <= 1 or not 0 <= self.final_fraction <= 1:
-            raise ValueError(
-                f"optim.warmup_fraction is {self.warmup_fraction} and optim.final_fraction is {self.final_fraction}; "
-                "both lie between 0 and 1"
-            )
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"optim.ema_decay is {self.ema_decay}; allowed is 0 (none) up to below 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; allowed is 0 up to below 1")
-        self._check_muon()
-        self._check_decay()
-
-    def _check_muon(self) -> None:
-        if self.muon_lr is None:
-            return
-        if not 0 < self.muon_lr < inf:
-            raise ValueError(f"optim.muon_lr is {self.muon_lr}; it must be above 0 and finite (null for optim.lr)")
-        if self.kind != "muon":
-            raise ValueError(f"optim.muon_lr is {self.muon_lr} with optim.kind {self.kind}; only muon uses it")
-
-    def _check_decay(self) -> None:
-        if self.schedule != "wsd":
-            if self.decay_fraction is not None:
-                raise ValueError(
-                    f"optim.decay_fraction is {self.decay_fraction} with optim.schedule {self.schedule}; only wsd uses it"
-                )
-            return
-        if self.decay_share <= 0 or self.decay_share + self.warmup_fraction > 1 + 1e-9:
-            raise ValueError(
-                f"optim.decay_fraction is {self.decay_share} with optim.warmup_fraction {self.warmup_fraction}; "
-                "it must be above 0, and both together at most 1"
-            )
-
-    @property
-    def decay_share(self) -> float:
-        """The share of the steps in which wsd goes down."""
-        return DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
-
-    @property
-    def muon_peak(self) -> float:
-        """Muon's peak learning rate."""
-        return self.lr if self.muon_lr is None else self.muon_lr
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySettings:
     """Acceptance on held-out rows while training, without the target."""
 
@@ -230,8 +138,8 @@ class ReplaySettings:
     """Tree budgets, 1 to 4096 nodes."""
 
     def __post_init__(self) -> None:
-        _at_least("replay.every_steps", self.every_steps, 0)
-        _at_least("replay.max_rows", self.max_rows, 0)
+        at_least("replay.every_steps", self.every_steps, 0)
+        at_least("replay.max_rows", self.max_rows, 0)
         if not all(1 <= budget <= MAX_BUDGET for budget in self.budgets):
             raise ValueError(f"replay.budgets is {self.budgets}; each must be from 1 to {MAX_BUDGET}")
 
@@ -285,7 +193,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_folder_name("out", self.out)
         for name in ("log_every_steps", "save_every_steps", "keep_last"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if not 0 < self.spool_timeout_s < inf:
             raise ValueError(f"spool_timeout_s is {self.spool_timeout_s}; it must be above 0, and finite")
         if self.spool and self.optim.max_steps is not None:
@@ -295,9 +203,4 @@ class TrainConfig:
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}; allowed is 0 up to 2^63 - 1 ({MAX_SEED})")
         if self.cpu_threads is not None:
-            _at_least("cpu_threads", self.cpu_threads, 1)
-
-
-def _at_least(name: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise ValueError(f"{name} is {value}; allowed is {lowest} or more")
+            at_least("cpu_threads", self.cpu_threads, 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_kit.errors import KitError
+from dflash_kit.row_split import hold_out
 from dflash_kit.shard_entry import ShardEntry
 from dflash_kit.shard_file import sync_folder
 from dflash_kit.shards import Shards, ShardWriter
@@ -14,7 +15,6 @@ from dflash_kit.spool import ConsumedJournal, sample_of
 from dflash_kit.spool_follower import SpoolFollower
 
 from .spool_place import SpoolPlace
-from .validation import hold_out
 
 WINDOW_SHARE = 8
 """A window of an eighth of the spool: two of them and what waits for a saved state leave the extractor room."""

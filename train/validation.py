@@ -1,6 +1,5 @@
-"""Held-out rows, and the acceptance that the drafter would reach on them, replayed without the target."""
+"""The acceptance that the drafter would reach on held-out rows, replayed without the target."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,31 +13,6 @@ from dflash_kit.target_ends import TargetEnds
 
 from .average import WeightAverage
 from .parallel import Parallel
-
-
-def hold_out(ids: Sequence[str], fraction: float) -> tuple[list[int], list[int]]:
-    """Split rows by a hash of their id: a row's side never depends on which other rows there are.
-
-    With a fraction above 0 and at least two rows, each side gets at least one.
-
-    Returns:
-        Indices to train on, ascending; indices held out, in the order of their hash.
-    """
-    places = in_hash_order(ids)
-    num_held = sum(_place(row_id) < fraction for row_id in ids)
-    if fraction > 0 and len(ids) > 1:
-        num_held = min(max(num_held, 1), len(ids) - 1)
-    return sorted(places[num_held:]), places[:num_held]
-
-
-def in_hash_order(ids: Sequence[str]) -> list[int]:
-    """Indices of all rows, in an order that depends on nothing but their ids."""
-    return sorted(range(len(ids)), key=lambda i: (_place(ids[i]), i))
-
-
-def _place(row_id: str) -> float:
-    """Uniform in [0, 1), from nothing but the id."""
-    return int.from_bytes(hashlib.blake2b(row_id.encode(), digest_size=8).digest()) / 2**64
 
 
 class Validation:
