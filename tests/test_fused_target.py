@@ -243,6 +243,8 @@ def test_other_architectures_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "held", "window"), [(1, 37, None), (7, 0, None), (24, 50, None), (24, 50, 12)])
 def test_attention_kernel(dtype: torch.dtype, rows: int, held: int, window: int | None) -> None:
+    if fused_ops.INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
     generator = torch.Generator().manual_seed(rows)
     tree = build_tree(torch.randn(5, 20, generator=generator), rows - 1)
     mask = fused_ops.pack_mask(ancestor_mask(tree.parents))
