@@ -301,14 +301,17 @@ def test_a_process_that_does_not_end_is_killed(pretend, interrupted, killed, mon
 @pytest.mark.slow
 def test_two_processes_are_ended_in_order_and_the_same_command_finishes_the_job(tiny_target, prompts, tmp_path, capsys):
     out = tmp_path / "s"
-    argv = arguments(tiny_target, prompts, out, "--max_shard_bytes=1", "--max_num_seqs=1")
+    argv = arguments(tiny_target, prompts, out, "--max_num_seqs=1")
+    marks = tmp_path / "marks"
+    marks.mkdir()
     command = [sys.executable, "tests/held_extraction.py", "3", *argv, "--num_workers=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HELD_MARKS": str(marks)}
     with subprocess.Popen(
         command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
-            until(lambda: len(list(out.glob("*.arrow"))) >= 2, child)
+            until(lambda: len(list(marks.iterdir())) == 2, child)
+            assert not list(out.glob("*.arrow"))  # all rows are in shards that grow
             child.terminate()
             stdout, stderr = child.communicate(timeout=240)
         finally:
@@ -316,7 +319,7 @@ def test_two_processes_are_ended_in_order_and_the_same_command_finishes_the_job(
     assert child.returncode == 130, (stdout, stderr)
     report = verify_shards(out)
     assert (report.problems, report.notes) == ([], [])
-    assert 2 <= report.rows < 12
+    assert report.rows == 2 * 3
     last = extract(capsys, *argv, "--num_workers=2", "--verify")
     assert (last["rows"], last["rows_added"], last["workers"]) == (12, 12 - report.rows, 2)
     assert (last["asked"], last["dropped"]) == (14, {"duplicate": 1, "too_long": 1})
