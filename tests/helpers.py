@@ -6,6 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +95,22 @@ def make_byte_tokenizer() -> Any:
     )
     tokenizer.chat_template = CHATML_TEMPLATE
     return tokenizer
+
+
+def until(is_so: Callable[[], object], *processes: subprocess.Popen[Any], timeout_s: float = 240) -> None:
+    """Wait for what other processes or threads bring about, however slow the machine is; fails when one has ended without.
+
+    Whether they have ended is asked first: what they did just before counts.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        ended = [process for process in processes if process.poll() is not None]
+        if is_so():
+            return
+        for process in ended:
+            raise AssertionError((process.returncode, *process.communicate()))
+        assert time.monotonic() < deadline_s, f"it did not happen within {timeout_s:.0f} s"
+        time.sleep(0.005)
 
 
 def run_command(

@@ -2,7 +2,8 @@
 
 Each run is a process of its own, forked from this one, which has imported everything once: a run then takes a second.
 The instants are drawn over the whole run: a number of finished shards to wait for, and some time on top, in which a run writes a
-few more; the first of them strike while the target is loaded. Each folder sees four kills before a run may finish it.
+few more; the first of them strike while the target is loaded. The time is the run's own processor time, and the kernel ends the
+run when it is over: however busy the machine is, a run comes no further. Each folder sees four kills before a run may finish it.
 """
 
 import json
@@ -10,8 +11,9 @@ import os
 import random
 import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -32,12 +34,13 @@ def preload(target: str) -> None:
         AutoModelForCausalLM.from_config(config)
 
 
-def start(argv: list[str], log: Path) -> int:
-    """Run the command in a process of its own; returns its id."""
+def start(argv: list[str], log: Path, arm: Callable[[], object] = lambda: None) -> int:
+    """Run the command in a process of its own, in which ``arm`` was called before; returns its id."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            arm()
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -54,16 +57,29 @@ def finish(argv: list[str], log: Path) -> None:
         raise SystemExit(f"{argv} ended with {status}: {log.read_text()[-2000:]}")
 
 
-def kill_once(argv: list[str], log: Path, folder: Path, num_shards: int, delay_s: float) -> bool:
-    """Start the command and kill it when so many shards are there and the delay is over; False: it had ended."""
-    pid = start(argv, log)
-    while len(list(folder.glob("*.arrow"))) < num_shards and not os.waitid(
-        os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-    ):
-        time.sleep(0.0005)
-    time.sleep(delay_s)
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+def kill_once(argv: list[str], log: Path, num_new: int, delay_s: float) -> bool:
+    """Start the command and have it killed when it has finished so many shards and the delay is over; False: it had ended."""
+
+    def arm() -> None:
+        real, num_left = os.rename, num_new
+
+        def light() -> None:  # its signal is not caught, and ends a process as SIGKILL does
+            signal.setitimer(signal.ITIMER_PROF, delay_s)
+
+        def rename(source: Any, target: Any) -> None:
+            nonlocal num_left
+            real(source, target)
+            num_left -= str(target).endswith(".arrow")
+            if num_left == 0:
+                light()
+
+        os.rename = rename
+        if num_new == 0:
+            light()
+
+    _, status = os.waitpid(start(argv, log, arm), 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGPROF, status
     return os.WIFSIGNALED(status)
 
 
@@ -79,13 +95,10 @@ def run(folder: Path, argv: list[str], num_rows: int) -> None:
         for _ in range(NUM_KILLS // NUM_FOLDERS):  # all but the first hit a run that resumes
             held = shards_in(out)
             if number == 0:  # while the target is loaded, mostly
-                num_shards, delay_s = 0, draw.uniform(0.0, 0.5)
+                num_new, delay_s = 0, draw.uniform(0.001, 0.5)
             else:
-                num_shards, delay_s = (
-                    len(held) + draw.randrange(1, max(2, (num_rows - len(held)) // 2)),
-                    draw.uniform(0.0, 0.02),
-                )
-            was_killed = kill_once(command, log, out, num_shards, delay_s)
+                num_new, delay_s = draw.randrange(1, max(2, (num_rows - len(held)) // 2)), draw.uniform(0.001, 0.02)
+            was_killed = kill_once(command, log, num_new, delay_s)
             now = shards_in(out)
             told.append(
                 {"killed": was_killed, "held": len(now), "intact": all(now[name] == held[name] for name in held)}

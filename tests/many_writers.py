@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from test_shards import make_header, make_row
 
@@ -63,8 +64,11 @@ def break_at(fault: str, count: int) -> None:
         shard_file.GrowingShard.add = at(shard_file.GrowingShard.add, after=die)
 
 
-def write_share(folder: str, rank: int, fault: str) -> None:
-    """What one process does: the rows of its share that nobody has written."""
+def write_share(folder: str, rank: int, fault: str, all_back: Path) -> None:
+    """What one process does: the rows of its share that nobody has written.
+
+    Those that are not killed wait after half of them until the others have come back.
+    """
     break_at(fault, count=5)
     share = Share(rank, NUM_WRITERS)
     with ShardWriter(folder, make_header(), rank=rank, world_size=NUM_WRITERS, max_shard_bytes=2500) as writer:
@@ -72,15 +76,16 @@ def write_share(folder: str, rank: int, fault: str) -> None:
             row = hashed_row(index)
             if share.takes(row.id) and row.id not in writer.done_ids:
                 writer.add(row)
-                time.sleep(0.01 if rank >= len(FAULTS) else 0)  # so that some are at work when the others come back
+            while rank >= len(FAULTS) and index == NUM_ROWS // 2 and not all_back.exists():
+                time.sleep(0.01)
 
 
-def start(folder: str, rank: int, fault: str) -> int:
+def start(folder: str, rank: int, fault: str, all_back: Path) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            write_share(folder, rank, fault)
+            write_share(folder, rank, fault, all_back)
             status = 0
         finally:
             sys.stderr.flush()
@@ -89,7 +94,8 @@ def start(folder: str, rank: int, fault: str) -> int:
 
 
 def main(folder: str) -> None:
-    running = {start(folder, rank, FAULTS.get(rank, "")): rank for rank in range(NUM_WRITERS)}
+    all_back = Path(folder + ".back")
+    running = {start(folder, rank, FAULTS.get(rank, ""), all_back): rank for rank in range(NUM_WRITERS)}
     killed, at_work = [], []
     while running:
         pid, status = os.wait()
@@ -97,7 +103,9 @@ def main(folder: str) -> None:
         if os.WIFSIGNALED(status):
             killed.append(rank)
             at_work.append(len(running))
-            running[start(folder, rank, "")] = rank
+            running[start(folder, rank, "", all_back)] = rank
+            if len(killed) == len(FAULTS):
+                all_back.touch()
         elif status != 0:
             raise SystemExit(f"writer {rank} ended with {status}")
     print(json.dumps({"killed": sorted(killed), "least_at_work": min(at_work)}))

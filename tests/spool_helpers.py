@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -23,14 +24,21 @@ NUM_SAMPLES, NUM_EPOCHS = 40, 3
 SPOOL_BYTES, MAX_SHARD_BYTES = 460_000, 40_000
 WAIT_S = 240.0
 
-# Runs the trainer and writes down what each step was trained on; steps that are done again after a kill come again.
+# Runs the trainer and writes down what each step was trained on; steps that are done again after a kill come again. With
+# HOLD_AT it begins no further step when so many lines are in that journal, until the file GO is there.
 RECORDING_TRAINER = """
-import json, os, sys
+import json, os, sys, time
 import train.loop as loop
 from dflash_kit.errors import run_cli
 from train.cli import main
 real = loop.begin_step
+def is_held():
+    num_lines, journal = os.environ["HOLD_AT"].split(" ", 1)
+    with open(journal) if os.path.exists(journal) else open(os.devnull) as file:
+        return file.read().count("\\n") >= int(num_lines) and not os.path.exists(os.environ["GO"])
 def recorded(trainer, rows, lr, **more):
+    while os.environ.get("HOLD_AT") and is_held():
+        time.sleep(0.02)
     result = real(trainer, rows, lr, **more)
     line = {"step": trainer.counters.step, "rank": trainer.parallel.rank, "ids": [i for row in rows for i in row.ids]}
     with open(os.environ["STEPS_FILE"], "a") as file:
@@ -106,9 +114,9 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self.status()
 
-    def terminate(self) -> int:
+    def terminate(self) -> None:
+        """SIGTERM; it is not waited for."""
         self._process.terminate()
-        return self.status()
 
     def status(self) -> int:
         status = self._process.wait(WAIT_S)
@@ -125,9 +133,13 @@ def extractor(target: Path, prompts: Path, folder: Path, *more: str) -> Process:
     return Process([sys.executable, "extract/dump.py", *extractor_arguments(target, prompts, folder, *more)])
 
 
-def trainer(folder: Path, out: Path, steps_file: Path, *more: str) -> Process:
+def trainer(
+    folder: Path, out: Path, steps_file: Path, *more: str, hold_at: int | None = None, go: Path | None = None
+) -> Process:
+    """The trainer; with ``hold_at`` it stands still once so many shards are used, until ``go`` is there (None: for good)."""
     arguments = [sys.executable, "-c", RECORDING_TRAINER, *trainer_arguments(folder, out, *more)]
-    return Process(arguments, STEPS_FILE=str(steps_file))
+    held = "" if hold_at is None else f"{hold_at} {folder / 'consumed.jsonl'}"
+    return Process(arguments, STEPS_FILE=str(steps_file), HOLD_AT=held, GO=str(go or folder / "never"))
 
 
 class SizeWatch(threading.Thread):
@@ -153,23 +165,27 @@ class SizeWatch(threading.Thread):
 
 
 def spool_size(folder: Path) -> int:
-    """Bytes of finished, growing and kept shards."""
-    total = 0
-    for path in folder.glob("*.arrow*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    """Bytes of finished, growing and kept shards, of files that were all there at one instant."""
+    while True:
+        sizes = {}
+        for path in folder.glob("*.arrow*"):
+            with contextlib.suppress(FileNotFoundError):
+                sizes[path] = path.stat().st_size
+        if all(path.exists() for path in sizes):  # else one may have been deleted before another grew
+            return sum(sizes.values())
 
 
 def wait_until(condition: Callable[[], bool], *processes: Process) -> None:
     """Wait for what processes bring about; fails when one of them has ended."""
     deadline_s = time.monotonic() + WAIT_S
-    while not condition():
+    while True:
+        are_running = all(
+            process.is_running() for process in processes
+        )  # first: what they did before they ended counts
+        if condition():
+            return
         lines = [line for process in processes for line in process.lines]
-        assert all(process.is_running() for process in processes), "\n".join(lines)
-        assert time.monotonic() < deadline_s, "\n".join(lines)
+        assert are_running and time.monotonic() < deadline_s, "\n".join(lines)
         time.sleep(0.05)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from dflash_kit.shards import ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec
-from helpers import HAS_GPU, REPO, requires_vllm
+from helpers import HAS_GPU, REPO, requires_vllm, until
 
 sys.path.append(str(REPO / "benchmarks"))
 
@@ -135,13 +135,13 @@ def test_a_report_is_printed_when_the_time_is_over(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(measuring, "_kill_children", lambda: None)
-    report = measuring.Report(0.5, None, benchmark="x")  # long enough for what is added next on a busy machine
-    report.add(portable=3.5)
-    report.at("fused: budget 64")
-    for _ in range(1000):
-        if ended:
-            break
-        time.sleep(0.01)
+    lock = threading.RLock()
+    with lock, monkeypatch.context() as patched:  # the watch, which needs it, ends nothing before
+        patched.setattr(threading, "RLock", lambda: lock)
+        report = measuring.Report(0.1, None, benchmark="x")
+        report.add(portable=3.5)
+        report.at("fused: budget 64")
+    until(lambda: ended)
     assert ended == [measuring.OUT_OF_TIME]
     found = last_line(capsys)
     assert (found["benchmark"], found["portable"]) == ("x", 3.5)

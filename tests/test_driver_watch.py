@@ -11,12 +11,12 @@ import pytest
 from dflash_kit.driver_watch import DRIVER_VARIABLE
 from helpers import REPO
 
-WORKER = "import dflash_kit.vllm_drafter, os, time; print(os.getpid(), flush=True); time.sleep(60)"
+WORKER = "import dflash_kit.vllm_drafter, os, time; print(os.getpid(), flush=True); time.sleep(600)"
 DRIVER = f"""
 import os, subprocess, sys, time
 os.environ["{DRIVER_VARIABLE}"] = str(os.getpid())
 subprocess.Popen([sys.executable, "-c", "{WORKER}"])
-time.sleep(60)
+time.sleep(600)
 """
 LATE = 'while os.path.exists(f"/proc/{driver}"): time.sleep(0.01)'
 FORKING_DRIVER = """
@@ -26,12 +26,12 @@ from dflash_kit.driver_watch import end_with_driver
 def work(driver):
     {before}
     end_with_driver(driver, {finish})
-    time.sleep(60)
+    time.sleep(600)
 
 worker = multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),))
 worker.start()
 print(worker.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -53,7 +53,7 @@ def test_a_worker_ends_with_a_killed_driver(program: str) -> None:
         assert not select.select([worker], [], [], 0)[0], "it lives while the driver does"
         driver.kill()
         driver.wait()
-        assert select.select([worker], [], [], 20)[0], "the worker outlives its driver"
+        assert select.select([worker], [], [], 120)[0], "the worker outlives its driver"
     finally:
         if not select.select([worker], [], [], 0)[0]:
             signal.pidfd_send_signal(worker, signal.SIGKILL)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pyarrow as pa
@@ -18,7 +17,7 @@ from dflash_kit.shards import ShardWriter, open_shards, verify_shards
 from dflash_kit.target import load_target, load_tokenizer
 from extract.cli import main
 from extract.parity import check_parity
-from helpers import REPO, run_command
+from helpers import REPO, run_command, until
 
 LAYERS = [0, 2, 4]
 TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because of that."}]
@@ -182,12 +181,14 @@ def test_a_second_run_adds_nothing_and_a_longer_one_the_rest(tiny_target, prompt
 
 def test_killed_in_the_middle_the_same_command_finishes_the_job(tiny_target, prompts, extracted, tmp_path):
     out = tmp_path / "s"
-    command = [sys.executable, "extract/dump.py", *arguments(tiny_target, prompts, out, "--max_shard_bytes", "1")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = arguments(tiny_target, prompts, out, "--max_shard_bytes", "1")
+    command = [sys.executable, "tests/held_extraction.py", "6", *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     child = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(list(out.glob("*.arrow"))) < 3 and child.poll() is None:
-        time.sleep(0.005)
-    child.kill()
+    try:
+        until(lambda: len(list(out.glob("*.arrow"))) >= 3, child)
+    finally:
+        child.kill()
     assert child.wait() == -signal.SIGKILL
     num_kept = len(open_shards(out))
     assert 0 < num_kept < 12

@@ -148,7 +148,7 @@ def test_two_ranks_write_each_row_once_and_free_its_blocks(setting, tmp_path, mo
     num_rows, deadline_s = 0, None
     for report in vllm_capture.capture(job, samples, {"asked": len(samples), "dropped": {}}):
         num_rows += report.num_rows
-        deadline_s = deadline_s or time.monotonic() + 120  # the engine is up; the work takes seconds
+        deadline_s = deadline_s or time.monotonic() + 240  # the engine is up; the work takes seconds
         assert time.monotonic() < deadline_s, f"stopped at {num_rows} rows"
     assert num_rows == len(samples)
     require_equal_rows(job.folder, samples, expected)

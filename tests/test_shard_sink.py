@@ -20,7 +20,7 @@ class Gate:
         self.event = threading.Event()
 
     def wait(self):
-        assert self.event.wait(timeout=30)
+        assert self.event.wait(timeout=240)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_full_queue_blocks_until_there_is_room(sink):
     assert not submitted.wait(timeout=0.2)
     assert sink.status()["pending_bytes"] == 1000
     gate.event.set()
-    assert submitted.wait(timeout=30)
+    assert submitted.wait(timeout=240)
     assert len(sink.finish(None)["accepted"]) <= 2
 
 
@@ -82,7 +82,7 @@ def test_a_bug_in_the_writer_is_reported_by_sample(sink, monkeypatch):
     assert sink.finish(None)["error"] == "sample row7: ZeroDivisionError: a bug"
 
 
-def until_accepted(sink, count, timeout_s=30):
+def until_accepted(sink, count, timeout_s=240):
     """Poll until so many rows were accepted in all; returns their ids."""
     ids, end_s = [], time.monotonic() + timeout_s
     while len(ids) < count and time.monotonic() < end_s:
@@ -91,7 +91,7 @@ def until_accepted(sink, count, timeout_s=30):
     return ids
 
 
-def until_busy(sink, count, timeout_s=30):
+def until_busy(sink, count, timeout_s=240):
     """Wait until so many lanes have taken a row."""
     end_s = time.monotonic() + timeout_s
     while len(sink._threads) - len(sink._idle) < count and time.monotonic() < end_s:
@@ -181,7 +181,7 @@ def test_shards_of_several_lanes_are_finished_side_by_side(how, tmp_path, monkey
     real = GrowingShard.finish
 
     def finish(shard, final):
-        both.wait(timeout=30)  # raises when nobody else comes
+        both.wait(timeout=120)  # raises when nobody else comes
         return real(shard, final)
 
     monkeypatch.setattr(GrowingShard, "finish", finish)

@@ -193,7 +193,7 @@ def test_capture_waits_while_too_much_waits_for_upload(url, tmp_path, monkeypatc
     gate, real = threading.Event(), MemoryFileSystem.put_file
 
     def put_file(self, file, path, **settings):
-        gate.wait(10)
+        gate.wait(240)
         return real(self, file, path, **settings)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
@@ -208,9 +208,10 @@ def test_capture_waits_while_too_much_waits_for_upload(url, tmp_path, monkeypatc
             waiting = threading.Thread(target=place.keep_pace)
             waiting.start()
             waiting.join(0.2)
-            assert waiting.is_alive()
+            is_held = waiting.is_alive()
             gate.set()
-            waiting.join(60)
+            assert is_held
+            waiting.join(240)
             assert not waiting.is_alive()
         place.settle()
     assert_rows_are(url, range(9))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -163,13 +162,11 @@ def test_two_splits_at_once_are_refused(tmp_path, first, second):
 
 
 def test_shares_of_one_split_do_not_wait_for_each_other(tmp_path):
-    started_s = time.monotonic()
-    writers = [ShardWriter(tmp_path, make_header(), rank=rank, world_size=4) for rank in range(4)]
+    writers = [ShardWriter(tmp_path, make_header(), rank=rank, world_size=4, lock_wait_s=0) for rank in range(4)]
     for rank, writer in enumerate(writers):
         writer.add(make_row(rank))
     for writer in writers:
         writer.close()
-    assert time.monotonic() - started_s < 10
     assert open_shards(tmp_path).ids == ["row0", "row1", "row2", "row3"]
 
 
@@ -355,7 +352,7 @@ def test_a_process_interrupted_at_any_moment_leaves_whole_shards(tmp_path, signu
         child.stdout.readline()
     child.send_signal(signum)
     told = 50 + len(child.stdout.read().splitlines())
-    child.communicate(timeout=60)
+    child.communicate(timeout=240)
     ids = open_shards(tmp_path / "s").ids
     assert told <= len(ids) <= told + 1
     assert Counter(ids).most_common(1)[0][1] == 1

@@ -62,7 +62,7 @@ def test_lanes_wait_for_room_and_are_let_go_at_the_end(tmp_path: Path) -> None:
     for index in range(200):
         sink.submit(PendingRow(make_row(index, 40), 10))
     accepted = []
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 240
     while not (status := sink.status())["spool_full"]:
         accepted += status["accepted"]
         assert time.monotonic() < deadline_s and status["error"] is None

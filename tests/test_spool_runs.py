@@ -70,21 +70,23 @@ def total_bytes(folder: Path) -> int:
 def test_three_epochs_pass_through_a_spool_of_a_fraction_of_their_size(
     tiny_target: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    folder, out, steps = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl"
+    folder, out, steps, go = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl", tmp_path / "go"
     with SizeWatch(folder) as watch:
-        training = trainer(folder, out, steps)  # waits for a spool that is not there yet
+        training = trainer(folder, out, steps, hold_at=0, go=go)
+        wait_until(lambda: training.says("waiting for an extractor to begin"), training)
         extracting = extractor(tiny_target, prompts, folder)
+        wait_until(lambda: watch.peak_bytes > SPOOL_BYTES // 2, extracting, training)
+        go.touch()
         statuses = (extracting.status(), training.status())
     assert statuses == (0, 0), "\n".join(extracting.lines + training.lines)
     assert total_bytes(folder) > 3 * SPOOL_BYTES
-    assert SPOOL_BYTES // 2 < watch.peak_bytes <= SPOOL_BYTES and watch.num_samples > 100
+    assert SPOOL_BYTES // 2 < watch.peak_bytes <= SPOOL_BYTES and watch.num_samples > 30
     assert extracting.says("parity   2 rows")  # though the trainer has deleted them by then
-    assert training.says("waiting for an extractor to begin")
     assert_all_trained(folder, out, steps)
 
 
 def test_either_may_be_killed_and_the_totals_are_the_same(tiny_target: Path, prompts: Path, tmp_path: Path) -> None:
-    folder, out, steps = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl"
+    folder, out, steps, go = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl", tmp_path / "go"
     with SizeWatch(folder) as watch:
         # No trainer: the extractor waits.
         extracting = extractor(tiny_target, prompts, folder)
@@ -101,18 +103,18 @@ def test_either_may_be_killed_and_the_totals_are_the_same(tiny_target: Path, pro
 
         # Both again; the trainer is killed on its way.
         extracting = extractor(tiny_target, prompts, folder)
-        training = trainer(folder, out, steps)
         before = num_consumed(folder)
+        training = trainer(folder, out, steps, hold_at=before + 6)
         wait_until(lambda: num_consumed(folder) >= before + 6, extracting, training)
         training.kill()
         wait_until(lambda: extracting.says("spool full"), extracting)
-        training = trainer(folder, out, steps)
         before = num_consumed(folder)
-        wait_until(lambda: num_consumed(folder) > before, extracting, training)
-        assert training.says("resumed at step")
+        training = trainer(folder, out, steps, hold_at=before + 1, go=go)
+        wait_until(lambda: num_consumed(folder) > before and training.says("resumed at step"), extracting, training)
 
         # And the extractor, while the trainer goes on.
         extracting.kill()
+        go.touch()
         extracting = extractor(tiny_target, prompts, folder)
         statuses = (extracting.status(), training.status())
     assert statuses == (0, 0), "\n".join(extracting.lines + training.lines)
@@ -121,13 +123,15 @@ def test_either_may_be_killed_and_the_totals_are_the_same(tiny_target: Path, pro
 
 
 def test_two_extractors_and_a_stop_on_request(tiny_target: Path, prompts: Path, tmp_path: Path) -> None:
-    folder, out, steps = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl"
+    folder, out, steps, go = tmp_path / "s", tmp_path / "drafter", tmp_path / "steps.jsonl", tmp_path / "go"
     shares = ("--spool_bytes", str(2 * SPOOL_BYTES))
     with SizeWatch(folder) as watch:
         extracting = extractor(tiny_target, prompts, folder, *shares, "--num_workers", "2")
-        training = trainer(folder, out, steps)
+        training = trainer(folder, out, steps, hold_at=4, go=go)
         wait_until(lambda: num_consumed(folder) >= 4, extracting, training)
-        assert training.terminate() == 0 and training.says("as asked")
+        training.terminate()
+        go.touch()
+        assert training.status() == 0 and training.says("as asked")
         training = trainer(folder, out, steps)
         statuses = (extracting.status(), training.status())
     assert statuses == (0, 0), "\n".join(extracting.lines + training.lines)
@@ -142,9 +146,11 @@ def test_vllm_waits_for_room_and_goes_on(tiny_target: Path, prompts: Path, tmp_p
     with SizeWatch(folder) as watch:
         extracting = extractor(tiny_target, prompts, folder, "--engine", "vllm", "--max_num_seqs", "8")
         wait_until(lambda: extracting.says("spool full, waiting for the trainer"), extracting)
-        size = spool_size(folder)
-        time.sleep(2)  # many polls of the writer and of the driver
-        assert spool_size(folder) == size > SPOOL_BYTES // 2
+        size = -1
+        while spool_size(folder) != size:  # more than one lane may have something to write
+            size = spool_size(folder)
+            time.sleep(2)  # many polls of the writer and of the driver
+        assert size > SPOOL_BYTES // 2 and total_bytes(folder) < 2 * SPOOL_BYTES
         journal = ConsumedJournal(folder)
         while extracting.is_running():
             journal.consume([entry["file"] for entry in manifest_lines(folder, "shard")])

@@ -26,7 +26,7 @@ def run(place: Path, redirected: str, **variables: str) -> subprocess.CompletedP
     command = f'exec "$0" -c "$1" "$2" {redirected}'
     environment = {**os.environ, "PYTHONPATH": str(REPO), **variables}
     return subprocess.run(
-        ["sh", "-c", command, sys.executable, PROGRAM, str(place)], env=environment, capture_output=True, timeout=60
+        ["sh", "-c", command, sys.executable, PROGRAM, str(place)], env=environment, capture_output=True, timeout=300
     )
 
 

@@ -141,7 +141,7 @@ def test_two_processes_of_which_one_meets_the_damage_end_together(
     shards, out = tmp_path / "shards", tmp_path / "out"
     file, _ = break_one(shards_folder, shards)
     changes = {"optim__max_steps": 10, "data__skip_unreadable": skip, "replay__every_steps": 0}
-    done = run_in_two_processes(small_run(shards, out, **changes), timeout_s=120)
+    done = run_in_two_processes(small_run(shards, out, **changes))
     assert (done.returncode == 0) == skip, done.stderr[-2000:]
     assert str(file) in (done.stdout if skip else done.stderr)
 

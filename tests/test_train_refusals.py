@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_train_cli import refusal
-from test_train_resume import arguments, start, wait_for_step
+from test_train_resume import arguments, running, wait_for_step
 from train_helpers import PowerCutError, cut_power, launched_environment, make_shards, run_in_two_processes
 
 from dflash_kit.checkpoint import write_checkpoint
@@ -33,17 +33,17 @@ def shards_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_second_trainer_is_refused_at_once_and_the_first_goes_on(shards_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    args = arguments(shards_folder, out, optim__max_steps=4000, save_every_steps=4000, replay__every_steps=0)
-    first = start(args)
-    wait_for_step(out, 3, first)
-    second = run_command(REPO / "train" / "run.py", *args, **launched_environment())
-    assert second.returncode == 2
-    assert second.stderr.splitlines() == [
-        f"error: another trainer is writing {out}.state; wait for its end, stop it, or choose another --out"
-    ]
-    assert first.poll() is None
-    first.send_signal(signal.SIGTERM)
-    _, errors = first.communicate(timeout=60)
+    args = arguments(shards_folder, out, optim__max_steps=10**6, save_every_steps=10**6, replay__every_steps=0)
+    with running(args) as first:
+        wait_for_step(out, 3, first)
+        second = run_command(REPO / "train" / "run.py", *args, **launched_environment())
+        assert second.returncode == 2
+        assert second.stderr.splitlines() == [
+            f"error: another trainer is writing {out}.state; wait for its end, stop it, or choose another --out"
+        ]
+        assert first.poll() is None
+        first.send_signal(signal.SIGTERM)
+        _, errors = first.communicate(timeout=240)
     assert first.returncode == 0, errors
 
 
@@ -51,7 +51,7 @@ def test_all_processes_of_a_second_trainer_end(shards_folder: Path, tmp_path: Pa
     """Only the main process asks for the lock; the other one waits for its verdict."""
     folder = RunFolder(tmp_path / "out")
     folder.lock()
-    second = run_in_two_processes(arguments(shards_folder, folder.out), timeout_s=120)
+    second = run_in_two_processes(arguments(shards_folder, folder.out))
     folder.release()
     assert second.returncode != 0
     assert second.stderr.count(f"error: another trainer is writing {folder.state}") == 2, second.stderr[-2000:]

@@ -6,7 +6,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from train_helpers import (
 )
 
 from dflash_kit.errors import KitError
-from helpers import REPO
+from helpers import REPO, until
 from train import loop
 from train.cli import main
 from train.state import RunFolder
@@ -121,22 +122,21 @@ def test_sigkill_of_a_real_process(shards_folder: Path, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     assert main(arguments(shards_folder, alone, **changes)) == 0
     for least in (3, 14):
-        process = start(arguments(shards_folder, killed, **changes))
-        wait_for_step(killed, least, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with running(arguments(shards_folder, killed, **changes)) as process:
+            wait_for_step(killed, least, process)
+            process.send_signal(signal.SIGKILL)
     assert main(arguments(shards_folder, killed, **changes)) == 0
     assert_same_run(killed, alone, steps)
 
 
 def test_sigterm_saves_and_exits_with_status_0(shards_folder: Path, tmp_path: Path) -> None:
-    steps = 4000  # far more than happen
+    steps = 10**6  # far more than happen
     out = tmp_path / "out"
     changes = {"optim__max_steps": steps, "save_every_steps": steps, "replay__every_steps": 0}
-    process = start(arguments(shards_folder, out, **changes))
-    wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    with running(arguments(shards_folder, out, **changes)) as process:
+        wait_for_step(out, 3, process)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     (saved,) = RunFolder(out).steps()
     assert 3 <= saved < steps
@@ -144,25 +144,30 @@ def test_sigterm_saves_and_exits_with_status_0(shards_folder: Path, tmp_path: Pa
     assert not out.exists()
 
 
-def start(args: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def running(args: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A trainer in a process of its own, which does not outlive the block."""
+    with subprocess.Popen(
         [sys.executable, str(REPO / "train" / "run.py"), *args],
         env=launched_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    metrics, t0 = RunFolder(out).metrics, time.perf_counter()
-    while time.perf_counter() - t0 < timeout_s:
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    metrics = RunFolder(out).metrics
+
+    def is_there() -> bool:
         lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        if any(json.loads(line)["step"] >= step for line in lines):
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} was not reached in {timeout_s} s")
+        return any(json.loads(line)["step"] >= step for line in lines)
+
+    until(is_there, process)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from dflash_kit.shards import open_shards
 from dflash_kit.spool import SpoolRecord, epoch_id, extractor_at_work
 from train import spool_source
 from train.cli import main
+from train.progress import Reporter
 from train.spool_plan import SpoolPlan
 from train.state import RunFolder
 
@@ -192,24 +191,20 @@ def test_an_end_counts_once_no_extractor_lives(finished_spool: Path, tmp_path: P
 
 
 def test_a_stop_while_waiting_saves_and_the_same_command_goes_on(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool, out = make_spool(tmp_path / "shards", tiny_target, ends=False, limit_bytes=4_000_000), tmp_path / "out"
+    said: list[str] = []
 
-    def stop() -> None:
-        deadline_s = time.monotonic() + 60
-        while "waiting for the extractor" not in (said := capsys.readouterr().out) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        seen.append(said)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def say(reporter: Reporter, text: str) -> None:
+        said.append(text)
+        if "waiting for the extractor" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    seen: list[str] = []
-    thread = threading.Thread(target=stop)
+    monkeypatch.setattr(Reporter, "say", say)
     with extractor_at_work(spool):
-        thread.start()
         assert main(arguments(spool, out)) == 0
-    thread.join()
-    assert "waiting for the extractor" in seen[0]
+    assert "waiting for the extractor" in "".join(said)
     assert not out.exists() and len(RunFolder(out).steps()) == 1
     journal_end(spool / "manifest.jsonl")
     assert main(arguments(spool, out)) == 0

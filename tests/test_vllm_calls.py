@@ -16,7 +16,7 @@ class FakeEngine:
     def __init__(self, answer=None, error=None, dies_after_s=None, shuts_down=True):
         self.answer, self.error, self.dies_after_s, self.shuts_down = answer, error, dies_after_s, shuts_down
         self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_dead=False), shutdown=self.shutdown)
-        self.was_shut_down = False
+        self.was_shut_down = threading.Event()
 
     def collective_rpc(self, name, args=()):
         if self.error is not None:
@@ -29,7 +29,7 @@ class FakeEngine:
         return threading.Event().wait()  # as vLLM's future of an engine that is gone
 
     def shutdown(self, timeout):
-        self.was_shut_down = True
+        self.was_shut_down.set()
         if not self.shuts_down:
             threading.Event().wait()
 
@@ -54,5 +54,5 @@ def test_stopping_ends_whatever_the_engine_does(monkeypatch, capsys):
     monkeypatch.setattr(vllm_calls, "CLOSE_S", 0.3)
     engine = FakeEngine(dies_after_s=0.1, shuts_down=False)
     stop(engine, finish="shard_writer_finish")
-    assert engine.was_shut_down
+    assert engine.was_shut_down.wait(120)
     assert "did not close in order (EngineGoneError)" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from decode.training_run import TrainingRun
 from decode.watch import watch_run
 from dflash_kit.checkpoint import write_checkpoint
 from dflash_kit.errors import KitError, run_cli
-from helpers import REPO
+from helpers import REPO, until
 
 FAST = {"watch_poll_s": 0.02, "watch_timeout_s": 0.5, "replay": "shards"}
 
@@ -78,13 +77,6 @@ class Evaluation:
 
 def config_of(training: Training, out: Path, **more: Any) -> EvalConfig:
     return EvalConfig(**({"watch": str(training.out), "out": str(out)} | FAST | more))
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Wait for another thread, however slow the machine is."""
-    end_s = time.monotonic() + timeout_s
-    while not is_so() and time.monotonic() < end_s:
-        time.sleep(0.005)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -373,9 +365,9 @@ def test_a_real_training_is_watched(tiny_target: Path, tmp_path: Path, capsys: p
     )
     watch = ["--watch", str(out), "--replay", str(shards), "--limit=3", "--budgets=4", "--watch_poll_s=0.05"]
     try:
-        assert run_cli(main, [*watch, "--watch_timeout_s=120", "--device=cpu", f"--out={report}"]) == 0
+        assert run_cli(main, [*watch, "--watch_timeout_s=240", "--device=cpu", f"--out={report}"]) == 0
     finally:
-        assert trainer.wait(timeout=120) == 0
+        assert trainer.wait(timeout=240) == 0
     values = record(report)
     steps = [entry["step"] for entry in values["checkpoints"]]
     assert sorted({*steps, *values["missed"]}) == [2, 4, 6, 8, 10]
