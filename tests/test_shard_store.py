@@ -18,6 +18,7 @@ from dflash_kit.shard_share import Share
 from dflash_kit.shard_store import ShardStore, is_url
 from dflash_kit.shard_store_journal import StoreJournal
 from dflash_kit.shards import ShardWriter, open_shards, verify_shards
+from extract import places
 from extract.places import place_of
 from extract.settings import ExtractConfig
 from extract.verify import main as verify_main
@@ -127,7 +128,19 @@ def interrupted_run(url, staging) -> None:
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_uploads_the_shards_that_it_finishes(url, tmp_path, capsys):
+def test_an_interrupted_run_uploads_the_shards_that_it_finishes(url, tmp_path, capsys, monkeypatch):
+    told, real = threading.Event(), MemoryFileSystem.put_file
+
+    def put_file(self, *arguments, **settings):  # the uploader may be done before the run is left
+        assert told.wait(240)
+        return real(self, *arguments, **settings)
+
+    def tell(*words, **settings):
+        print(*words, **settings)
+        told.set()
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(places, "print", tell, raising=False)
     with pytest.raises(KeyboardInterrupt):
         interrupted_run(url, tmp_path / "st")
     assert "uploading the finished shards that wait in" in capsys.readouterr().err
