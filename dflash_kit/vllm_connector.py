@@ -220,12 +220,15 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         tests: dict[str, Callable[[], bool]] = {request.request_id: lambda: True for request in requests}
         if self._sink is None or self._copier is None:
             return tests
-        for request in filter(self._lacks_states, requests):
-            self._sink.fail(
-                f"sample {request.sample_id}: vLLM {version.__version__} kept no states for part of its {len(request.token_ids)} "
-                "tokens, as versions do that cannot restore shared prefixes; set prefix_caching false"
-            )
-        whole = [request for request in requests if not self._lacks_states(request)]
+        whole = []
+        for request in requests:
+            if self._lacks_states(request):
+                self._sink.fail(
+                    f"sample {request.sample_id}: vLLM {version.__version__} kept no states for part of its {len(request.token_ids)} "
+                    "tokens, as versions do that cannot restore shared prefixes; set prefix_caching false"
+                )
+            else:
+                whole.append(request)
         copies = self._copier.copy((request.block_ids, len(request.token_ids)) for request in whole)
         for request, copied in zip(whole, copies, strict=True):
             tests[request.request_id] = copied.is_done

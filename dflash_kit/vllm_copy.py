@@ -63,11 +63,11 @@ class StateCopier:
         self._piece_blocks = max(1, piece_bytes // cache_NSLD[0].nbytes)
         self._stream: Any = torch.cuda.Stream() if cache_NSLD.is_cuda else None
 
-    def copy(self, requests: Iterable[tuple[list[int], int]]) -> Iterator[CopiedStates]:
+    def copy(self, requests: Iterable[Place]) -> Iterator[CopiedStates]:
         """Gather each request's tokens and bring them to the host, as the results are taken.
 
         Args:
-            requests: the blocks that hold each, in order (there may be a spare one), and its number of tokens.
+            requests: where each lies; there may be a spare block.
         """
         block_size = self._cache_NSLD.shape[1]
         places = [(block_ids[: -(-num_tokens // block_size)], num_tokens) for block_ids, num_tokens in requests]
