@@ -21,7 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from decode_kernels import LAYERS, PROJECTIONS, random_weights, replay_us  # noqa: E402
-from measuring import Report, attempt  # noqa: E402
+from measuring import Report, attempt, numbers  # noqa: E402
 
 from dflash_kit.provenance import git_commit  # noqa: E402
 
@@ -147,7 +147,7 @@ def measure(name: str, num_rows: int, count: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="72,264,1032", help="comma-separated row counts")
+    parser.add_argument("--rows", type=numbers, default="72,264,1032", help="comma-separated row counts")
     parser.add_argument("--algorithms", type=int, default=64, help="candidates to ask for")
     parser.add_argument("--limit_s", type=float, default=120.0, help="seconds for the whole; 0: no limit")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
@@ -159,7 +159,7 @@ def main() -> None:
         options.limit_s, options.out, benchmark="decode_gemms", device=torch.cuda.get_device_name(),
         torch=torch.__version__, commit=git_commit(),
     )  # fmt: skip
-    for num_rows in map(int, options.rows.split(",")):
+    for num_rows in options.rows:
         found = {}
         for name in PROJECTIONS:
             report.at(f"{name}, {num_rows} rows")

@@ -32,7 +32,7 @@ from decode_round import ceilings  # noqa: E402
 from hybrid_configs import best_config, try_configs, using  # noqa: E402
 from hybrid_shapes import SHAPES, floor_ms, linear_shape, make_model, make_tree, memory_table  # noqa: E402
 from hybrid_state_per_node import time_state_per_node  # noqa: E402
-from measuring import ON_GPU, Report, allocated, attempt, eager_ms, graph_ms, mib, now_s  # noqa: E402
+from measuring import ON_GPU, Report, allocated, attempt, eager_ms, graph_ms, mib, now_s, numbers  # noqa: E402
 from prompt_kernels import reads_prompts, use_choices  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="27b")
     parser.add_argument("--context", type=int, default=512, help="committed tokens before the pass")
-    parser.add_argument("--budgets", default="16,64,256")
+    parser.add_argument("--budgets", type=numbers, default="16,64,256")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument(
         "--search", action=argparse.BooleanOptionalAction, default=True, help="try kernel configurations"
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    budgets = [int(part) for part in options.budgets.split(",")]
+    budgets = options.budgets
     if not options.tune_prompts:
         use_choices(Path(tempfile.gettempdir()) / "dflash-prompt-kernels")
     report = Report(

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from hybrid_configs import try_configs  # noqa: E402
 from hybrid_counts import counts  # noqa: E402
 from hybrid_shapes import SHAPES, drawn_rows, exact_updates, make_tree  # noqa: E402
-from measuring import ON_GPU, Report, attempt, eager_ms, graph_ms  # noqa: E402
+from measuring import ON_GPU, Report, attempt, eager_ms, graph_ms, numbers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from decode.delta_ops import delta_inputs, gated_norm  # noqa: E402
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="27b")
-    parser.add_argument("--budgets", default="0,16,64,256")
+    parser.add_argument("--budgets", type=numbers, default="0,16,64,256")
     parser.add_argument("--layers", type=int, default=24, help="a layer of 27b holds 0.77 GB of weights")
     parser.add_argument("--repetitions", type=int, default=5, help="without a GPU")
     parser.add_argument("--configs", action=argparse.BooleanOptionalAction, default=True, help="try others at the end")
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    budgets = [int(part) for part in options.budgets.split(",")]
+    budgets = options.budgets
     report = Report(
         options.limit_s, options.out, benchmark="decode_hybrid_kernel", date=time.strftime("%Y-%m-%d"),
         shape=options.shape, layers=options.layers, weights="random", commit=git_commit(), versions=package_versions(),

@@ -26,6 +26,7 @@ from extract_gpu import make_job, start  # noqa: E402
 from extract_turns import plain_turn, shards_turn  # noqa: E402
 from train_step import SHAPES  # noqa: E402
 
+PROFILED = ("plain", "plain_as_ours", "shards")
 COPIES = ("Memcpy DtoH",)
 """Not counted as work of the GPU."""
 
@@ -38,12 +39,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--num_tokens", type=int, default=2048)
     parser.add_argument("--batched_tokens", type=int, default=16384)
     parser.add_argument("--taps", type=int, default=5)
-    parser.add_argument("--engines", default="plain,plain_as_ours,shards", help="which, in this order")
+    parser.add_argument("--engines", default=",".join(PROFILED), help=f"which of {', '.join(PROFILED)}, in this order")
     parser.add_argument("--gpu_share", type=float, default=0.4, help="share of the GPU's memory for each engine")
     parser.add_argument("--pause_us", type=float, default=50.0)
     parser.add_argument("--limit_s", type=float, default=300.0, help="seconds for the whole; 0: no limit")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     options = parser.parse_args(argv)
+    if unknown := set(options.engines.split(",")) - set(PROFILED):
+        parser.error(f"--engines names {', '.join(sorted(unknown))}; allowed: {', '.join(PROFILED)}")
     # Functions travel to the engine's process, which is ours alone.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from measuring import Report, attempt

@@ -88,6 +88,11 @@ def _kill_children() -> None:
                 child.kill()
 
 
+def numbers(text: str) -> list[int]:
+    """Integers with commas between, of a command line (``type=numbers``)."""
+    return [int(word) for word in text.split(",")]
+
+
 def attempt(work: Callable[[], Any]) -> Any:
     """What ``work`` gives, or its error in one line: a failure must not stop the measurement."""
     try:

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.decode_cpu import live_pass, portable_engine, record_row, spread
-from benchmarks.measuring import ON_GPU, Report, attempt, now_s
+from benchmarks.measuring import ON_GPU, Report, attempt, now_s, numbers
 from decode.conversation import Conversation
 from decode.engine import Generation, Method
 from decode.fused_engine import FusedEngine, reason_against
@@ -99,11 +99,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.target = options.target or read_provenance(options.ckpt)["target"]
     return options
-
-
-def numbers(text: str) -> list[int]:
-    """Integers with commas between."""
-    return [int(word) for word in text.split(",")]
 
 
 class Bench:
