@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.decode_round import time_ms
 from decode import fused_ops, fused_products
+from decode.cuda_graphs import capture
 from decode.device_tree import TreeBuffers, TreeBuilder
-from decode.fused_target import capture
 
 PROJECTIONS = {
     "qkv": (6144, 4096),

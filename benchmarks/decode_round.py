@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measuring import time_ms
 
+from decode.cuda_graphs import capture
 from decode.device_tree import TreeBuffers, TreeBuilder
 from decode.fused_drafter import FusedDrafter
 from decode.fused_round import FusedRound
-from decode.fused_target import FusedTarget, capture, padded_rows
+from decode.fused_target import FusedTarget, padded_rows
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.target import tap_layer_ids

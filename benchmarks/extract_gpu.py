@@ -94,6 +94,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4, help="turns of each engine and sink, after one to warm up")
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--gpu_share", type=float, default=0.3, help="share of the GPU's memory for each engine")
+    parser.add_argument(
+        "--kv_gb",
+        type=float,
+        default=0.0,
+        help="GB of each engine's cache; 0: what vLLM finds free, which other programs disturb",
+    )
     parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), help=f"which of {', '.join(ENGINES)}")
     parser.add_argument("--sink", default=",".join(SINKS), help=f"which of {', '.join(SINKS)} ours writes to")
     parser.add_argument("--memory_folder", default="/dev/shm", help="folder on a file system in memory")
@@ -269,7 +275,8 @@ def make_job(shape: str, options: argparse.Namespace, folder: Path) -> tuple[lis
         longest_tokens=options.num_tokens,
         gpu_memory_utilization=options.gpu_share,
         max_num_batched_tokens=options.batched_tokens,
-        engine_args={"load_format": "dummy"},
+        engine_args={"load_format": "dummy"}
+        | ({"kv_cache_memory_bytes": int(1e9 * options.kv_gb)} if getattr(options, "kv_gb", 0) else {}),
     )
     return samples, job
 

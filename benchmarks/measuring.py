@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from decode.fused_target import capture
+from decode.cuda_graphs import capture
 from dflash_kit.errors import KitError
 
 ON_GPU = torch.cuda.is_available()

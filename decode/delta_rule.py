@@ -186,8 +186,8 @@ def delta_config(num_rows: int) -> DeltaConfig | None:
     if num_rows <= 16:
         return DeltaConfig(16, 32, 4, 32, 2, 32, 2, 16, 2)
     if num_rows <= 128:
-        return DeltaConfig(32, 64, 2, 16, 3, 32, 2, 16, 2)
-    return DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2)
+        return DeltaConfig(16, 64, 2, 32, 2, 32, 2, 16, 2)
+    return DeltaConfig(32, 64, 4, 16, 3, 32, 4, 32, 2)
 
 
 def power_of_two(number: int) -> int:

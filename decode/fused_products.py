@@ -1,4 +1,4 @@
-"""Matrix products of the fused target, with SwiGLU: cuBLAS, or kernels that read the weights once for few rows.
+"""Matrix products of the fused target, with SwiGLU: cuBLASLt, or kernels that read the weights once for few rows.
 
 Shape legend: R rows (tree nodes, padded), D and N features in and out, F feed-forward width.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .cublaslt import products
 from .kernel_launch import INTERPRETED, SKINNY_FEATURES, SKINNY_ROWS, launch_options, power_of_two, uses_kernels
 
 
@@ -34,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     if uses_kernels(x) and x.shape[0] <= SKINNY_ROWS and weight.shape[0] >= SKINNY_FEATURES:
         return skinny(x, weight, bias, out)
     if bias is None:
-        return torch.mm(x, weight.t(), out=out)
+        return products.mm(x, weight, out) if x.is_cuda and not INTERPRETED else torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
 
 

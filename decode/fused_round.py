@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dflash_kit.errors import KitError
 
+from .cuda_graphs import capture
 from .device_tree import TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
-from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, capture, padded_rows
+from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, padded_rows
 from .row_sampler import RowSampler
 from .sampling import GREEDY, Sampling
 

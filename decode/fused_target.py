@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dflash_kit.errors import KitError
 from dflash_kit.target import decoder_layers
 
+from .cuda_graphs import capture
 from .device_tree import TreeBuffers
 from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
 from .fused_ops import Heads, commit_rows, linear, preferred_library
@@ -205,20 +206,6 @@ class FusedTarget:
                 step.tree.set_chain()
             self._passes[(num_rows, use)] = step
         return self._passes[(num_rows, use)]
-
-
-def capture(work: Callable[[], None]) -> Any:
-    """A CUDA graph of ``work``, after two warm-up runs that compile its kernels; ``work`` must be repeatable."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
 
 
 @torch.no_grad()

@@ -146,6 +146,10 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the cache of hidden states and open the shards, on rank 0 only; every rank ends with the driver."""
         self._extra = self._kv_transfer_config.kv_connector_extra_config
         self._watch_driver()  # a rank that waits for one that is gone would do so for ever
+        if TOKENS_BEFORE_TAPS and torch.cuda.is_available():
+            from dflash_kit.vllm_state_kernels import use_store_states
+
+            use_store_states()
         if get_tensor_model_parallel_rank() != 0:
             return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))

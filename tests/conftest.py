@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_kit.errors import KitError
 from dflash_kit.gguf import RECORD_FILE, convert_gguf
@@ -38,6 +42,21 @@ def shared_dir() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no folder 'shared' beside the checkout, which holds the reference vectors")
     return SHARED
+
+
+@pytest.fixture(scope="module")
+def torch_rules() -> Iterator[None]:
+    """Hybrids of transformers without flash-linear-attention, which needs a GPU and rounds float32 products to tf32.
+
+    Where it is installed, transformers takes it on CPUs as well, and fails there.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            for rule in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+                patch.setattr(modeling, rule, inspect.unwrap(getattr(modeling, rule)))
+        yield
 
 
 @pytest.fixture(scope="session")

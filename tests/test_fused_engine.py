@@ -8,6 +8,7 @@ from decode.fused_engine import FusedEngine, cut_accepted, reason_against
 from decode.target_runner import TargetRunner
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
+from helpers import HAS_GPU
 
 METHODS = [Method("ar", 0), Method("chain", 5), Method("ddtree", 7), Method("ddtree", 60)]
 EOS = (3, 40)
@@ -56,9 +57,12 @@ def test_accepted_tokens_are_cut_at_the_first_end():
 
 def test_what_it_cannot_do_is_named(engines):
     model, drafter = tiny_model(), tiny_drafter()
+    if HAS_GPU:
+        assert "float32" in reason_against(model, drafter, [("ar", 0)])
+        model = model.bfloat16()
     assert reason_against(model, drafter, [("ar", 0), ("ddtree", 1024)]) is None
     assert "budget" in reason_against(model, drafter, [("ddtree", 2048)])
-    phi = tiny_model("phi", num_key_value_heads=4)
+    phi = tiny_model("phi", num_key_value_heads=4).to(model.dtype)
     assert "Phi" in reason_against(phi, drafter, [("ar", 0)])
 
 

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR | EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 BUDGETS = (1, 15, 64, 256)
+pytestmark = pytest.mark.usefixtures("torch_rules")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

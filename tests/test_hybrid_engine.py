@@ -16,6 +16,7 @@ from dflash_kit.target import load_target
 from dflash_kit.target_ends import TargetEnds
 from helpers import make_tiny_target
 
+pytestmark = pytest.mark.usefixtures("torch_rules")
 METHODS = [Method("ar", 0), Method("chain", 7), *(Method("ddtree", budget) for budget in BUDGETS)]
 PROMPT_TOKENS = (1, 2, 3, 30, 70)
 NEW_TOKENS = 72

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hybrid import FAMILIES, close, random_tree, tokens
+from test_hybrid import FAMILIES, random_tree, tokens
 
 from decode import hybrid_target, target_runner
 from decode.fused_ops import INTERPRETED
@@ -61,7 +61,8 @@ def test_prompts_read_by_its_kernels_leave_the_same_states(
                 monkeypatch.setattr(modeling, name, rule)
             found.append(read_and_look(kind, load(folder)[0], ids))
         for ours, plain in zip(*found, strict=True):
-            assert close(ours, plain), count
+            # On GPUs its kernels multiply in tf32, which keeps ten bits; the tiny models add the differences up.
+            assert (ours - plain).norm() <= (1e-2 if HAS_GPU else 1e-5) * plain.norm(), count
             is_rounded_elsewhere |= not torch.equal(ours, plain)
     assert set(called) == set(RULES)
     assert is_rounded_elsewhere, "bit for bit the torch functions: the package's kernels were not taken"

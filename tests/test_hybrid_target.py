@@ -26,6 +26,7 @@ from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
 from dflash_kit.tree import ancestor_mask, build_tree
 
+pytestmark = pytest.mark.usefixtures("torch_rules")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="compares Triton kernels with references: GPU or interpreter")

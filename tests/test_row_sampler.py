@@ -88,7 +88,7 @@ def test_a_seed_repeats_its_response_whatever_was_drawn_before() -> None:
 def test_a_captured_graph_draws_anew_and_repeats_with_its_seed() -> None:
     logits = torch.zeros(64, 1000, device="cuda")
     sampler, out = RowSampler(Sampling(1.0), logits), torch.zeros(64, dtype=torch.long, device="cuda")
-    from decode.fused_target import capture
+    from decode.cuda_graphs import capture
 
     graph = capture(lambda: sampler.draw(logits, out))  # type: ignore[arg-type, return-value]
     drawn = []
