@@ -3,12 +3,14 @@
 torch takes the first algorithm that cuBLASLt proposes. For the few dozen to few hundred rows of a verification that is not
 always the best: of an 8B target's products one in five is 8 to 13 % faster by another (`benchmarks/decode_gemms.py`). cuBLASLt
 is the library that torch has loaded; where there is none, or it says anything unexpected, torch's own product is taken.
+``DFLASH_FASTEST_PRODUCTS=0`` switches the choosing off, to compare.
 
 Shape legend: R rows, D and N features in and out.
 """
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -187,3 +189,4 @@ def timed(
 
 
 products = FastestProducts()
+IS_ON = os.environ.get("DFLASH_FASTEST_PRODUCTS", "1") == "1"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cublaslt import products
+from . import cublaslt
 from .kernel_launch import INTERPRETED, SKINNY_FEATURES, SKINNY_ROWS, launch_options, power_of_two, uses_kernels
 
 
@@ -35,7 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     if uses_kernels(x) and x.shape[0] <= SKINNY_ROWS and weight.shape[0] >= SKINNY_FEATURES:
         return skinny(x, weight, bias, out)
     if bias is None:
-        return products.mm(x, weight, out) if x.is_cuda and not INTERPRETED else torch.mm(x, weight.t(), out=out)
+        chooses = cublaslt.IS_ON and x.is_cuda and not INTERPRETED
+        return cublaslt.products.mm(x, weight, out) if chooses else torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
 
 

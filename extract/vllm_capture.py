@@ -25,6 +25,7 @@ from .prompts import Sample, answer_seed
 STALL_S = 300.0
 STATUS_EVERY_S = 0.5
 PENDING_BYTES = 2 << 30
+MAX_TEMPERATURE = 2.0
 
 
 def engine_version() -> str:
@@ -57,8 +58,13 @@ def start_engine(job: Job, samples: list[Sample]) -> Any:
     """A vLLM engine with our connector.
 
     Raises:
-        KitError: it does not start; vLLM has logged the reason.
+        KitError: it does not start; vLLM has logged the reason. Or a temperature that it does not take.
     """
+    temperature = job.header.sampling["temperature"]
+    if temperature > MAX_TEMPERATURE:  # else it would say so minutes later, at the first sample
+        raise KitError(
+            f"sampling.temperature is {temperature}; vLLM samples at {MAX_TEMPERATURE} at most: lower it, or take --engine transformers"
+        )
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -217,6 +217,13 @@ def test_sampled_prompts_are_prefilled_whole_on_a_cpu_unless_the_user_decides():
     assert prefill_arguments(replace(job, header=greedy, max_num_batched_tokens=9), on_cpu=True) == {}
 
 
+def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_starts():
+    hot = make_header(sampling={**make_header().sampling, "temperature": 2.5})
+    job = Job(spec=None, header=hot, folder=Path(), max_shard_bytes=1, max_num_seqs=1, longest_tokens=99)
+    with pytest.raises(KitError, match=r"temperature is 2\.5; vLLM samples at 2\.0 at most: .*--engine transformers"):
+        vllm_capture.start_engine(job, [])
+
+
 # Draws
 
 

@@ -191,8 +191,13 @@ def coarse_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("tile", "precision"), [(16, "tf32x3"), (32, "ieee"), (64, "tf32x3")])
-def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tile", "rows_of_config", "precision"),
+    [(16, 16, "tf32x3"), (16, 72, "tf32x3"), (32, 264, "ieee"), (32, 264, "tf32x3"), (64, None, "tf32x3")],
+)
+def test_delta_kernels_equal_the_float64_reference(
+    tile: int, rows_of_config: int | None, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tree of 64 nodes, three value heads to a key head: an ordinary one, one whose keys are all but equal and are
     written in full, one that forgets nearly all at every node; whatever was left in the buffers is not read."""
     if INTERPRETED:
@@ -216,7 +221,7 @@ def test_delta_kernels_equal_the_float64_reference(tile: int, precision: str, mo
         part.copy_(drawn)
     for part in (*(getattr(rows.scratch, field.name) for field in fields(rows.scratch)), rows.updates, rows.summed):
         part.fill_(float("nan"))
-    chosen = delta_config({16: 16, 32: 72, 64: 264}[tile])
+    chosen = delta_config(rows_of_config) if rows_of_config else DeltaConfig(64, 64, 8, 16, 3, 32, 4, 32, 2)
     if INTERPRETED or chosen is None:
         chosen = DeltaConfig(tile, 16, 4, 16, 2, 16, 4, 16, 2)
     chosen = chosen._replace(precision=precision)
