@@ -1,9 +1,9 @@
-"""Matrix products by cuBLASLt, by whichever of its algorithms is fastest for a shape.
+"""Matrix products by cuBLASLt, by whichever of its algorithms is fastest for a shape; ``DFLASH_FASTEST_PRODUCTS=1`` has it.
 
 torch takes the first algorithm that cuBLASLt proposes. For the few dozen to few hundred rows of a verification that is not
-always the best: of an 8B target's products one in five is 8 to 13 % faster by another (`benchmarks/decode_gemms.py`). cuBLASLt
-is the library that torch has loaded; where there is none, or it says anything unexpected, torch's own product is taken.
-``DFLASH_FASTEST_PRODUCTS=0`` switches the choosing off, to compare.
+always the best: of an 8B target's products one in five is 9 to 13 % faster by another (`benchmarks/decode_gemms.py`). What whole
+rounds gain has not been measured in one run, and since timing decides, two runs may round bfloat16 sums differently: so it is
+off unless asked for. cuBLASLt is the library that torch has loaded; where there is none, torch's own product is taken.
 
 Shape legend: R rows, D and N features in and out.
 """
@@ -27,6 +27,8 @@ WORKSPACE_BYTES = 32 << 20
 CACHE_BYTES = 160 << 20
 """Copies of a weight that are read in turn take so much: far more than a GPU's L2 cache, in which no layer finds its weights."""
 NUM_CANDIDATES = 16
+ALIGNMENT_BYTES = 256
+"""What cuBLASLt's candidates may count on unless told otherwise."""
 WORTH_IT = 0.97
 """Share of torch's time that an algorithm must stay below to be taken: closer than that, noise would decide."""
 TOLERANCE = 2.0**-6
@@ -113,10 +115,12 @@ class Product:
 @functools.cache
 def _library(device: torch.device) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     """cuBLASLt as torch has loaded it, and a handle for a device."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcublasLt" in line}
+    loaded = sorted(
+        {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcublasLt" in line}
+    )
     if not loaded:
         raise RuntimeError("torch has not loaded cuBLASLt")
-    library, handle = ctypes.CDLL(next(iter(loaded))), ctypes.c_void_p()
+    library, handle = ctypes.CDLL(loaded[0]), ctypes.c_void_p()
     with torch.cuda.device(device):
         _call(library, "cublasLtCreate", ctypes.byref(handle))
     return library, handle
@@ -129,43 +133,52 @@ def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 class FastestProducts:
-    """The fastest way to each product's result, found when its shape comes for the first time, on one device."""
+    """The fastest way to each product's result, found when its shape comes for the first time.
+
+    For passes that run one after another: all products of a device share a workspace, which captured graphs keep using.
+    """
 
     def __init__(self) -> None:
+        self.serves = False
+        """Whether ``linear`` comes here: set for the time of a pass, whose row count is one of a few."""
         self._workspaces: dict[torch.device, Tensor] = {}
         self._chosen: dict[tuple[Any, ...], tuple[Product, Candidate] | None] = {}
 
     def mm(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """``out`` (R, N) = x (R, D) @ weight.T, all bfloat16 and contiguous, else by torch.
+        """``out`` (R, N) = x (R, D) @ weight.T on a GPU; torch's, unless all are bfloat16, contiguous and aligned.
 
-        A shape's first product takes some tens of milliseconds more, and memory for copies of the weight; never while a
-        graph is being captured, where an unknown shape goes to torch.
+        A shape's first product takes some 0.2 s more, and memory for copies of the weight; never while a graph is being
+        captured, where an unknown shape goes to torch.
         """
-        shape = (x.device, x.shape, weight.shape)
-        if shape not in self._chosen:
-            whole = all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (x, weight, out))
-            if not whole or torch.cuda.is_current_stream_capturing():
-                return torch.mm(x, weight.t(), out=out)
-            self._chosen[shape] = self._choose(x, weight, out)
-        chosen = self._chosen[shape]
-        if chosen is None or not (x.is_contiguous() and out.is_contiguous()):
+        suits = all(
+            t.dtype == torch.bfloat16 and t.is_contiguous() and t.data_ptr() % ALIGNMENT_BYTES == 0
+            for t in (x, weight, out)
+        )
+        if not suits:
             return torch.mm(x, weight.t(), out=out)
-        product, candidate = chosen
-        return product.run(candidate, x, weight, out)
+        with torch.cuda.device(x.device):
+            shape = (x.device, x.shape, weight.shape)
+            if shape not in self._chosen and not torch.cuda.is_current_stream_capturing():
+                self._chosen[shape] = self._choose(x, weight, out)
+            chosen = self._chosen.get(shape)
+            if chosen is None:
+                return torch.mm(x, weight.t(), out=out)
+            product, candidate = chosen
+            return product.run(candidate, x, weight, out)
 
     def _choose(self, x: Tensor, weight: Tensor, out: Tensor) -> tuple[Product, Candidate] | None:
-        """None: torch's own way is as good."""
-        if x.device not in self._workspaces:
-            self._workspaces[x.device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
-        # What lies in the buffers at first may be zeros, with which products are faster.
-        x = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).to(x.dtype)
-        weights = [weight, *(weight.clone() for _ in range(min(8, CACHE_BYTES // weight.nbytes)))]
+        """None: torch's own way is as good, or the only one."""
         try:
+            if x.device not in self._workspaces:
+                self._workspaces[x.device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
+            # What lies in the buffers at first may be zeros, with which products are faster.
+            x = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).to(x.dtype)
+            weights = [weight, *(weight.clone() for _ in range(min(8, CACHE_BYTES // weight.nbytes)))]
             product = Product(x.shape[0], x.shape[1], weight.shape[0], self._workspaces[x.device])
             found = timed(product, product.candidates(NUM_CANDIDATES), x, weights, out)
-        except RuntimeError:
+            limit_us = WORTH_IT * graph_us([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights])  # type: ignore[misc]
+        except (RuntimeError, OSError, AttributeError):  # memory, the library, or a call of it
             return None
-        limit_us = WORTH_IT * graph_us([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights])  # type: ignore[misc]
         best = min(found, key=lambda each: each[0], default=None)
         return (product, best[1]) if best is not None and best[0] < limit_us else None
 
@@ -189,4 +202,4 @@ def timed(
 
 
 products = FastestProducts()
-IS_ON = os.environ.get("DFLASH_FASTEST_PRODUCTS", "1") == "1"
+IS_ON = os.environ.get("DFLASH_FASTEST_PRODUCTS", "0") == "1"

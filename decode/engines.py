@@ -39,9 +39,9 @@ def open_engine(
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
     if config.engine == "auto" and not reason and is_hybrid(model):
-        reason = "its kernels for hybrid targets have not been tried on a GPU yet; --engine fused takes them"
+        reason = "no evaluation of a hybrid target has been tried with it on a GPU yet; --engine fused takes them"
     if config.engine == "auto" and not reason and config.temperature > 0:
-        reason = "its sampling has not been tried on a GPU yet; --engine fused takes it"
+        reason = "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: a round is one CUDA graph", flush=True)
         max_budget = max(budget for _, budget in methods)

@@ -51,6 +51,7 @@ def use_store_states() -> None:
     def store(to_cache: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         if (
             to_cache.is_cuda
+            and to_cache.dtype == kv_cache.dtype
             and to_cache.is_contiguous()
             and kv_cache.is_contiguous()
             and not torch.compiler.is_compiling()

@@ -5,6 +5,7 @@ import torch
 
 from decode import cublaslt
 from decode.cublaslt import TOLERANCE, WORKSPACE_BYTES, FastestProducts, Product
+from decode.fused_ops import preferred_library
 
 
 def drawn(*size):
@@ -30,6 +31,25 @@ def test_every_candidate_and_the_chosen_one_give_torchs_result(rows, width, out_
     assert (out - exact).abs().max() <= TOLERANCE * scale
     again = fastest.mm(x, weight, torch.zeros_like(out))
     assert torch.equal(again, out)
+
+
+@pytest.mark.gpu
+def test_a_shape_that_was_chosen_in_bfloat16_goes_to_torch_in_float32():
+    x, weight, fastest = drawn(72, 64), drawn(96, 64), FastestProducts()
+    fastest.mm(x, weight, torch.empty(72, 96, dtype=torch.bfloat16, device="cuda"))
+    assert fastest._chosen
+    wide, out = (x.float(), weight.float()), torch.empty(72, 96, device="cuda")
+    assert torch.equal(fastest.mm(*wide, out), wide[0] @ wide[1].t())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_linear_asks_for_it_within_passes_of_many_rows_and_if_switched_on(is_on, monkeypatch):
+    monkeypatch.setattr(cublaslt, "IS_ON", is_on)
+    for num_rows in (1, 16, 24, 264):
+        assert not cublaslt.products.serves
+        with preferred_library(num_rows):
+            assert cublaslt.products.serves == (is_on and num_rows > 16)
+    assert not cublaslt.products.serves
 
 
 @pytest.mark.gpu
@@ -66,6 +86,7 @@ def test_other_tensors_and_a_library_that_fails_go_to_torch(monkeypatch):
 
     monkeypatch.setattr(cublaslt, "_library", refuse)
     x, weight = x.bfloat16(), weight.bfloat16()
+    assert not fastest._chosen
     out = torch.empty(72, 96, dtype=torch.bfloat16, device="cuda")
     assert torch.equal(fastest.mm(x, weight, out), torch.mm(x, weight.t()))
     assert list(fastest._chosen.values()) == [None]
