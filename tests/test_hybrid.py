@@ -97,12 +97,14 @@ def test_every_node_sees_its_own_path_only(reference: Any, runner: TargetRunner,
         assert close(logits[row], run_plainly(reference, torch.cat([ids[:-1], path])).logits[0, -1]), row
 
 
-def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: TargetRunner) -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: TargetRunner, budget: int) -> None:
     ids, said = tokens(2, 6), []
-    runner.reserve(300)
+    runner.reserve(400)
     runner.prefill(ids)
-    for turn in range(9):
-        tree, anchor = random_tree(turn), int(tokens(1, turn))
+    for turn in range(5):
+        tree, anchor = random_tree(turn, budget), int(tokens(1, turn))
+        assert len(tree.tokens) == budget
         runner.verify(anchor, tree)
         visible = ancestor_mask(tree.parents)
         row = [0, 1, len(tree.tokens) // 2, len(tree.tokens)][turn % 4]
@@ -116,8 +118,10 @@ def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: T
         for layer, index in zip(runner._delta.layers, linear, strict=True):
             assert close(layer.state_HKV, cache.layers[index].recurrent_states[0][0])
             assert close(layer.inputs_CW, cache.layers[index].conv_states[0][0][:, -3:])
-        attention = runner._cache.layers[2]
-        assert close(attention.keys[:, :, : runner.num_committed], cache.layers[2].keys)
+        for index in (2, 5):
+            kept, wanted = runner._cache.layers[index], cache.layers[index]
+            assert close(kept.keys[:, :, : runner.num_committed], wanted.keys)
+            assert close(kept.values[:, :, : runner.num_committed], wanted.values)
 
 
 def test_greedy_decoding_equals_transformers(reference: Any, target: Path) -> None:
