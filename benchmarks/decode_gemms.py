@@ -4,7 +4,7 @@
 
 For each row count and each projection of an 8B target cuBLASLt is asked for up to ``--algorithms`` candidates, which are timed
 beside ``torch.mm``, each in a CUDA graph over rotating weights that do not fit the L2 cache. Reported are microseconds (torch, what
-the engine takes, the best candidate, the first one, how many ran), the largest difference of the best from torch's result, and the
+the engine takes with DFLASH_FASTEST_PRODUCTS=1, the best candidate, the first one, how many ran), the largest difference of the best from torch's result, and the
 sum over the target. The last line of the output is one JSON object.
 """
 
@@ -19,10 +19,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from decode_kernels import LAYERS, PROJECTIONS, random_weights, replay_us  # noqa: E402
+from decode_kernels import LAYERS, PROJECTIONS, random_weights  # noqa: E402
 from measuring import Report, attempt, numbers  # noqa: E402
 
 from decode.cublaslt import WORKSPACE_BYTES, Candidate, FastestProducts, Product  # noqa: E402
+from decode.cuda_graphs import graph_us  # noqa: E402
 from dflash_kit.provenance import git_commit  # noqa: E402
 
 
@@ -32,15 +33,15 @@ def measure(name: str, num_rows: int, count: int) -> dict[str, Any]:
     weights = random_weights(name)[:6]
     x = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
     out, want = (torch.empty(num_rows, out_width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    torch_us = replay_us([lambda w=w: torch.mm(x, w.t(), out=want) for w in weights])  # type: ignore[misc]
+    torch_us = graph_us([lambda w=w: torch.mm(x, w.t(), out=want) for w in weights])  # type: ignore[misc]
     product = Product(num_rows, width, out_width, torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"))
     engine = FastestProducts()
-    engine_us = replay_us([lambda w=w: engine.mm(x, w, out) for w in weights])  # type: ignore[misc]
+    engine_us = graph_us([lambda w=w: engine.mm(x, w, out) for w in weights])  # type: ignore[misc]
     found: list[tuple[float, float, Candidate]] = []
     for candidate in product.candidates(count):
 
         def works(candidate: Candidate = candidate) -> float:
-            return replay_us([lambda w=w: product.run(candidate, x, w, out) for w in weights])  # type: ignore[misc]
+            return graph_us([lambda w=w: product.run(candidate, x, w, out) for w in weights])  # type: ignore[misc]
 
         us = attempt(works)
         if isinstance(us, float):

@@ -17,9 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.decode_round import time_ms
 from decode import fused_ops, fused_products
-from decode.cuda_graphs import capture
+from decode.cuda_graphs import graph_us
 from decode.device_tree import TreeBuffers, TreeBuilder
 
 PROJECTIONS = {
@@ -86,17 +85,6 @@ ATTENTION_TRIALS: dict[int, list[tuple[int, int, int, int, int]]] = {
 """Tile rows, tile keys, splits, warps, stages."""
 
 
-def replay_us(works: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of ``works``, all captured in one graph."""
-
-    def every() -> None:
-        for work in works:
-            work()
-
-    graph = capture(every)
-    return time_ms(graph.replay, repeats=8, inner=2) * 1e3 / len(works)
-
-
 def random_weights(name: str) -> list[torch.Tensor]:
     rows, columns = PROJECTIONS[name]
     count = max(2, int(4e8 / (rows * columns * 2)))
@@ -113,7 +101,7 @@ def gemm(counts: Sequence[int] = ROW_COUNTS) -> None:
         for count in counts:
             x = torch.randn(count, in_width, device="cuda", dtype=torch.bfloat16)
             out = torch.empty(count, out_width, device="cuda", dtype=torch.bfloat16)
-            us = replay_us([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights[:6]])  # type: ignore[misc]
+            us = graph_us([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights[:6]])  # type: ignore[misc]
             table[count].append(us)
             total[count] += us * LAYERS[name] / 1e3
     for count in counts:
@@ -136,7 +124,7 @@ def gemv() -> None:
         out = torch.empty(1, out_width // (2 if swiglu else 1), device="cuda", dtype=torch.bfloat16)
         for rows, block, warps in GEMV_TRIALS:
             fused_products.gemv_shape = lambda *_, shape=(rows, block, warps): shape  # type: ignore[assignment]
-            us = replay_us([lambda w=w: fused_products.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
+            us = graph_us([lambda w=w: fused_products.gemv(x, w, None, out, swiglu=swiglu) for w in weights[:6]])  # type: ignore[misc]
             print(
                 f"{name:8} rows {rows:2} block {block:4} warps {warps}: {us:7.1f} us "
                 f"{weights[0].numel() * 2 / us / 1e6:5.2f} TB/s"
@@ -155,7 +143,7 @@ def skinny() -> None:
             for shape in SKINNY_TRIALS:
                 fused_products.skinny_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
                 try:
-                    us = replay_us(
+                    us = graph_us(
                         [lambda w=w: fused_products.skinny(x, w, None, out, swiglu=swiglu) for w in weights[:6]]
                     )  # type: ignore[misc]
                 except Exception as error:
@@ -184,7 +172,7 @@ def attention() -> None:
             best = []
             for config in ATTENTION_TRIALS[rows]:
                 try:
-                    us = replay_us(
+                    us = graph_us(
                         [
                             lambda config=config: fused_ops.tree_attention(  # type: ignore[misc]
                                 queries, cache, mask, depths, length, out, scale=128**-0.5, config=config
@@ -220,7 +208,7 @@ def tree() -> None:
             "grow": lambda: builder._grow(scratch),
             "number": lambda: builder._number(scratch),
         }
-        print(f"tree {budget}: " + ", ".join(f"{name} {replay_us([work]):.1f} us" for name, work in parts.items()))
+        print(f"tree {budget}: " + ", ".join(f"{name} {graph_us([work]):.1f} us" for name, work in parts.items()))
 
 
 if __name__ == "__main__":

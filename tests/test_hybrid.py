@@ -102,7 +102,7 @@ def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: T
     ids, said = tokens(2, 6), []
     runner.reserve(400)
     runner.prefill(ids)
-    for turn in range(5):
+    for turn in range(9):
         tree, anchor = random_tree(turn, budget), int(tokens(1, turn))
         assert len(tree.tokens) == budget
         runner.verify(anchor, tree)
