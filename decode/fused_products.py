@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import cublaslt
 from .kernel_launch import INTERPRETED, SKINNY_FEATURES, SKINNY_ROWS, launch_options, power_of_two, uses_kernels
 
 
@@ -35,8 +34,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     if uses_kernels(x) and x.shape[0] <= SKINNY_ROWS and weight.shape[0] >= SKINNY_FEATURES:
         return skinny(x, weight, bias, out)
     if bias is None:
-        if cublaslt.products.serves and x.is_cuda:
-            return cublaslt.products.mm(x, weight, out)
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
 
@@ -93,20 +90,10 @@ def skinny_shape(width_in: int, width_out: int, num_rows: int) -> tuple[int, int
 
 @contextlib.contextmanager
 def preferred_library(num_rows: int) -> Iterator[None]:
-    """Let cuBLASLt choose the algorithm where its choice is better: measured at 72 rows, 2.5 % over all products.
-
-    Or have the fastest one found, see ``cublaslt``.
-    """
-    cublaslt.products.serves = cublaslt.IS_ON and num_rows > SKINNY_ROWS
-    try:
-        with _cublaslt_by_torch() if torch.cuda.is_available() and 16 < num_rows <= 128 else contextlib.nullcontext():
-            yield
-    finally:
-        cublaslt.products.serves = False
-
-
-@contextlib.contextmanager
-def _cublaslt_by_torch() -> Iterator[None]:
+    """Let cuBLASLt choose the algorithm where its choice is better: measured at 72 rows, 2.5 % over all products."""
+    if not (torch.cuda.is_available() and SKINNY_ROWS < num_rows <= 128):
+        yield
+        return
     before = torch.backends.cuda.preferred_blas_library()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
