@@ -10,6 +10,9 @@ delta rule done the other way: one kernel that walks the nodes in order and writ
 all layers. Last, other configurations of the delta rule's kernel. The floor is the larger of bytes over copy bandwidth and
 operations over the matrix rate, both measured in the same run.
 
+With ``--rounds`` none of that, but whole rounds with a random drafter of the 27B recipe's shape: autoregressive, chain and
+trees, by stage (draft, build, verify, commit), and how much longer than an autoregressive and a chain's round each takes.
+
 What fails is reported in place of its number. A shape that does not fit gives way to 9b. After ``--limit_s`` seconds the
 report is printed as far as it has come (exit status 3). Without a GPU the torch references run, ``--shape tiny`` in
 seconds. The last line of the output is one JSON object.
@@ -30,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from decode_round import ceilings  # noqa: E402
 from hybrid_configs import best_config, try_configs, using  # noqa: E402
+from hybrid_rounds import measure_rounds  # noqa: E402
 from hybrid_shapes import SHAPES, floor_ms, linear_shape, make_model, make_tree, memory_table  # noqa: E402
 from hybrid_state_per_node import time_state_per_node  # noqa: E402
 from measuring import ON_GPU, Report, allocated, attempt, eager_ms, graph_ms, mib, now_s, numbers  # noqa: E402
@@ -57,6 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--context", type=int, default=512, help="committed tokens before the pass")
     parser.add_argument("--budgets", type=numbers, default="16,64,256")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--rounds", action="store_true", help="whole rounds with a drafter, and nothing else")
     parser.add_argument(
         "--search", action=argparse.BooleanOptionalAction, default=True, help="try kernel configurations"
     )
@@ -92,6 +97,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         linear = linear_shape(model)
         report.add(floor_ms={str(b): floor_ms(model, linear, b + 1, options.context, rates) for b in (0, *budgets)})
     prompt = torch.randint(1, 400, (options.context,), device=model.device)
+    if options.rounds:
+        known = rates if isinstance(rates, dict) else None
+        found = attempt(lambda: measure_rounds(model, prompt, budgets, known, report))
+        return report.finish(**found if isinstance(found, dict) else {"rounds_error": found})
     report.at("transformers")
     report.add(transformers_step_ms=attempt(lambda: transformers_step_ms(model, prompt, options.repetitions)))
     report.at("portable")

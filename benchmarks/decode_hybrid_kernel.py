@@ -233,7 +233,7 @@ def ms_a_layer(layers: Layers, stages: list[Stage], repetitions: int) -> float:
 
 def error(layers: Layers, rule: Stage) -> float:
     """Of the first layer's updates, relative, against float64."""
-    exact = exact_updates(layers.rows, 0, layers.states[0], layers.seen, layers.shape)
+    exact = exact_updates(layers.rows, 0, layers.states[0], layers.seen)
     layers.rows.updates.fill_(float("nan"))
     rule(0)
     return float((layers.rows.updates[0, : len(exact)] - exact).norm() / exact.norm())

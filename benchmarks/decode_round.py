@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from measuring import time_ms
+from measuring import captured_ms, time_ms
 
 from decode.cuda_graphs import capture
 from decode.device_tree import TreeBuffers, TreeBuilder
@@ -73,17 +73,25 @@ def random_model(shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype
 
 
 def random_drafter(
-    shape: dict[str, Any], block_size: int, num_layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    shape: dict[str, Any],
+    block_size: int,
+    num_layers: int,
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_sliding: int = 0,
+    window: int | None = None,
 ) -> Drafter:
-    """A drafter of the target's width with random weights."""
+    """A drafter of the target's width with random weights; sliding layers come first and are causal, as in recipes."""
+    is_sliding = [index < num_sliding for index in range(num_layers)]
     taps = tap_layer_ids(shape["num_hidden_layers"], 5 if shape["num_hidden_layers"] > 7 else 1)
     config = DrafterConfig(
         **{name: shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
         num_key_value_heads=shape["num_key_value_heads"], vocab_size=shape["vocab_size"], rms_norm_eps=1e-6,
         rope_theta=1e6,
         max_position_embeddings=16384, block_size=block_size, mask_token_id=7, target_layer_ids=tuple(taps),
-        num_target_layers=shape["num_hidden_layers"], layer_types=("full_attention",) * num_layers,
-        layer_causal=(False,) * num_layers,
+        num_target_layers=shape["num_hidden_layers"], layer_causal=tuple(is_sliding), sliding_window=window,
+        layer_types=tuple("sliding_attention" if sliding else "full_attention" for sliding in is_sliding),
     )  # fmt: skip
     with torch.device(device):
         return Drafter(config).to(dtype).eval().requires_grad_(False)
@@ -137,9 +145,22 @@ def time_round(rounds: FusedRound, tokens: torch.Tensor) -> tuple[float, dict[st
     with_host = (time.perf_counter() - begin) / 30 * 1e3
     stages = {}
     for name, stage in rounds.stages().items():
-        graph = capture(back(stage))
-        stages[name] = time_ms(graph.replay)
+        stages[name] = captured_ms(back(stage))
     return whole, stages, with_host
+
+
+def round_entry(
+    target: FusedTarget, drafter: FusedDrafter, budget: int | None, tokens: torch.Tensor, floor: float | None
+) -> dict[str, Any]:
+    """Figures of the rounds of one method, budget as for ``FusedRound``, behind the prompt ``tokens`` (T,)."""
+    rounds = FusedRound(target, None if budget == 0 else drafter, budget)
+    whole, stages, with_host = time_round(rounds, tokens)
+    return {
+        "rows_padded": rounds.step.tree.num_rows,
+        "round_ms": round(whole, 3), "with_host_ms": round(with_host, 3),
+        "floor_ms": None if floor is None else round(floor, 3),
+        "stages_ms": {stage: round(value, 3) for stage, value in stages.items()},
+    }  # fmt: skip
 
 
 def zipf_logits(num_depths: int, vocab_size: int) -> torch.Tensor:
@@ -205,19 +226,14 @@ def measure_shape(name: str, args: argparse.Namespace, rates: dict[str, float]) 
     for context in contexts:
         tokens = torch.randint(0, 1000, (context,), device="cuda")
         for method, budget in [("ar", 0), ("chain", None), *(("ddtree", budget) for budget in budgets)]:
-            rounds = FusedRound(target, None if budget == 0 else drafter, budget)
-            whole, stages, with_host = time_round(rounds, tokens)
             rows = 1 + (args.block_size - 1 if budget is None else budget)
             floor = floor_ms(shape, rows, context, rates, shape["num_hidden_layers"])
             if budget != 0:
                 floor += floor_ms(shape, args.block_size, context, rates, args.drafter_layers, taps)
             entry = {
                 "shape": name, "context": context, "method": method, "budget": budget,
-                "rows_padded": rounds.step.tree.num_rows,
-                "round_ms": round(whole, 3), "with_host_ms": round(with_host, 3), "floor_ms": round(floor, 3),
-                "stages_ms": {stage: round(value, 3) for stage, value in stages.items()},
+                **round_entry(target, drafter, budget, tokens, floor),
             }  # fmt: skip
-            del rounds
             if args.hf and context == contexts[0] and (budget is None or budget <= 256):
                 try:
                     entry["hf_verify_ms"] = round(time_hf(model, context, rows), 3)

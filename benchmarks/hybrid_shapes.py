@@ -80,12 +80,10 @@ def drawn_rows(shape: DeltaShape, num_layers: int, budget: int, like: Tensor) ->
     return rows, seen.to(like.device), pack_mask(padded).to(like.device)
 
 
-def exact_updates(rows: DeltaRows, layer: int, state: Tensor, seen: Tensor, shape: DeltaShape) -> Tensor:
+def exact_updates(rows: DeltaRows, layer: int, state: Tensor, seen: Tensor) -> Tensor:
     """(n, H, Dv) float64: what the delta rule gives for the rows without padding."""
-    used, repeats = len(seen), shape.heads // shape.key_heads
-    q, k = (x[:used].double().repeat_interleave(repeats, 1) for x in (rows.q, rows.k[layer]))
-    v, g, beta = (x[:used].double() for x in (rows.v, rows.g, rows.beta))
-    return solve_on_paths(q, k, v, g, beta, state.double(), seen)[1]
+    inputs = (x[: len(seen)].double() for x in (rows.q, rows.k[layer], rows.v, rows.g, rows.beta))
+    return solve_on_paths(*inputs, state.double(), seen)[1]
 
 
 def floor_ms(model: Any, linear: tuple[int, DeltaShape], rows: int, context: int, rates: dict[str, float]) -> Any:

@@ -6,7 +6,7 @@ the parent chain, the delta rule runs in one pass over all nodes (``gated_delta`
 until a path is committed. Projections, gating norm and output projection stay the model's own modules. Prompts are read
 by the model's own forward pass, so by flash-linear-attention's kernels on a GPU where that package is installed.
 
-Shape legend: N rows of a pass, H value heads, Dk and Dv key and value width, C convolution channels, W its kernel.
+Shape legend: N rows of a pass, H value heads, KH key heads, Dk and Dv key and value width, C convolution channels, W its kernel.
 """
 
 import functools
@@ -240,13 +240,9 @@ def convolve(module: Any, windows_CNW: Tensor) -> Tensor:
 def rule_inputs(
     module: Any, convolved_NC: Tensor, a_NH: Tensor, b_NH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the delta rule takes: q, k (…, N, H, Dk), v (…, N, H, Dv), log-decay and write strength (…, N, H)."""
+    """What the delta rule takes: q, k (…, N, KH, Dk), v (…, N, H, Dv), log-decay and write strength (…, N, H)."""
     q, k, v = convolved_NC.split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
-    repeats = module.num_v_heads // module.num_k_heads
-    q, k = (
-        unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()).repeat_interleave(repeats, dim=-2)
-        for x in (q, k)
-    )
+    q, k = (unit(x.unflatten(-1, (module.num_k_heads, module.head_k_dim)).float()) for x in (q, k))
     decay_NH = -module.A_log.float().exp() * nn.functional.softplus(a_NH.float() + module.dt_bias)
     values = v.unflatten(-1, (module.num_v_heads, module.head_v_dim))
     return q * module.head_k_dim**-0.5, k, values, decay_NH, b_NH.sigmoid()

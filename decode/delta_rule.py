@@ -139,9 +139,8 @@ def tree_delta(
         tree_products(rows, layer, state, mask, shape, chosen)
         tree_solve(rows, layer, mask, shape, chosen)
         return
-    repeats = shape.heads // shape.key_heads
-    q, k = (x.repeat_interleave(repeats, dim=1) for x in (rows.q, rows.k[layer]))
-    outputs, updates, summed = solve_on_paths(q, k, rows.v, rows.g, rows.beta, state, unpack_mask(mask))
+    inputs = rows.q, rows.k[layer], rows.v, rows.g, rows.beta
+    outputs, updates, summed = solve_on_paths(*inputs, state, unpack_mask(mask))
     rows.out.copy_(outputs.flatten(1))
     rows.updates[layer].copy_(updates)
     rows.summed[layer].copy_(summed)

@@ -183,7 +183,7 @@ def tree_attention(
         return _tree_attention_reference(queries, cache, mask, depths, int(length), out, scale, window)
     from .tree_attention import merge_kernel, tree_attention_kernel
 
-    block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], long_context)
+    block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], long_context, dim)
     partial, sums = queries, queries
     if splits > 1:
         partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
@@ -214,10 +214,19 @@ def _arrived(device: torch.device) -> Tensor:
     return torch.zeros(MAX_FOLDED, dtype=torch.int32, device=device)
 
 
-def attention_shape(packed_rows: int, num_kv: int, long_context: bool) -> tuple[int, int, int, int, int]:
-    """Tile rows, tile keys, splits, warps, stages: programs fill the GPU once, twice where the prefix is long."""
+def attention_shape(
+    packed_rows: int, num_kv: int, long_context: bool, dim: int = 128
+) -> tuple[int, int, int, int, int]:
+    """Tile rows, tile keys, splits, warps, stages: programs fill the GPU once, twice where the prefix is long.
+
+    Heads of 256 dimensions take two stages, since three tiles of them hardly fit in shared memory.
+    """
     if INTERPRETED:
         return 16, 64, 3, 4, 1
+    if dim >= 256:
+        tile = 16 if packed_rows <= 16 else 64
+        programs = -(-packed_rows // tile) * num_kv
+        return tile, 64, max(1, min(16, round(NUM_MULTIPROCESSORS / programs))), 4 if tile == 16 else 8, 2
     if (
         long_context and 512 < packed_rows <= 2048
     ):  # 264 rows of four heads at 8192: 108 us, with tiles of 64 rows 129 and more

@@ -23,7 +23,6 @@ from .delta_rule import DeltaRows, DeltaShape, tree_delta
 from .device_tree import TreeBuffers
 from .fused_layers import RowBuffers
 from .fused_ops import (
-    NUM_MULTIPROCESSORS,
     Heads,
     add_norm,
     commit_rows,
@@ -152,9 +151,8 @@ class HybridTarget(FusedTarget):
             b.qkv, b.queries, self.caches[index], layer.gains, self.tables, tree.depths, self.length, self.eps
         )  # fmt: skip
         tree_attention(
-            b.queries, self.caches[index], tree.mask, tree.depths, self.length, b.attended, scale=heads.dim**-0.5,
-            config=_attention_config(tree.num_rows, heads, b.queries.is_cuda),
-        )  # fmt: skip
+            b.queries, self.caches[index], tree.mask, tree.depths, self.length, b.attended, scale=heads.dim**-0.5
+        )
         gate = b.qkv[:, : 2 * heads.num_queries * heads.dim].view(tree.num_rows, heads.num_queries, 2, heads.dim)
         b.attended.view(tree.num_rows, heads.num_queries, heads.dim).mul_(torch.sigmoid(gate[:, :, 1]))
         return b.attended
@@ -243,13 +241,3 @@ def _rope_tables(rotary: nn.Module, num_positions: int, like: Tensor) -> tuple[T
     cos, sin = rotary(like[:1, None], positions)
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-def _attention_config(num_rows: int, heads: Heads, on_gpu: bool) -> tuple[int, int, int, int, int] | None:
-    """As ``attention_shape``; two stages, since three tiles of 256 dimensions do not fit in shared memory."""
-    if not on_gpu or heads.dim < 256:
-        return None
-    packed = num_rows * heads.num_queries // heads.num_kv
-    tile = 16 if packed <= 16 else 64
-    programs = -(-packed // tile) * heads.num_kv
-    return tile, 64, max(1, min(16, round(NUM_MULTIPROCESSORS / programs))), 4 if tile == 16 else 8, 2

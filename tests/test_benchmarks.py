@@ -55,6 +55,20 @@ def test_hybrid_passes_are_timed_and_agree(capsys: pytest.CaptureFixture[str], t
 
 
 @on_cpu
+def test_whole_rounds_of_a_hybrid_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_hybrid.main([*TINY, "--rounds"])
+    found = last_line(capsys)
+    drafted = ["draft", "build", "verify", "commit"]
+    stages = {"ar": drafted[2:], "chain": drafted, "ddtree-5": drafted, "ddtree-20": drafted}
+    assert {method: [*entry["stages_ms"]] for method, entry in found["rounds"].items()} == stages
+    assert [entry["rows_padded"] for entry in found["rounds"].values()] == [1, 16, 8, 24]
+    assert found["drafter"]["sliding_layers"] == 4 and found["drafter"]["layers"] == 5
+    assert found["over_ar"]["ar"] == found["over_chain"]["chain"] == 1.0
+    assert {*found["over_ar"]} == {*found["over_chain"]} == {*stages}
+    assert "portable" not in found
+
+
+@on_cpu
 def test_the_stages_of_a_linear_layer_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     decode_hybrid_kernel.main(["--shape", "tiny", "--layers", "2", "--budgets", "0,20", "--repetitions", "1"])
     found = last_line(capsys)

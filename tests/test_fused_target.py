@@ -62,6 +62,15 @@ def tiny_drafter(kinds: tuple[str, ...] = ("sliding_attention", "full_attention"
     return drafter.to(DEVICE)
 
 
+@pytest.mark.skipif(fused_ops.INTERPRETED, reason="the interpreter has a shape of its own")
+@pytest.mark.parametrize("packed_rows", [6, 96, 144, 1584])
+def test_heads_of_256_dimensions_get_tiles_that_fit(packed_rows: int) -> None:
+    """Of a hybrid target and of a drafter that takes its heads; 227 KB of shared memory a program on Hopper."""
+    rows, keys, _, _, stages = fused_ops.attention_shape(packed_rows, 4, False, 256)
+    assert 2 * 256 * (rows + stages * 2 * keys) <= 164 * 2**10
+    assert fused_ops.attention_shape(packed_rows, 4, False) == fused_ops.attention_shape(packed_rows, 4, False, 128)
+
+
 def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """Relative error ‖ours − reference‖ / ‖reference‖."""
     return float((ours.double() - reference.double()).norm() / reference.double().norm())
