@@ -4,11 +4,12 @@ import torch
 
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
-from dflash_kit.target import load_target
+from dflash_kit.target import decoder_layers, load_target
 from dflash_kit.target_ends import TargetEnds
 
 from .batch_engine import BatchEngine
 from .engine import Engine
+from .feed_forward import has_experts
 from .fused_engine import FusedEngine, reason_against
 from .hybrid_layers import is_hybrid
 from .inputs import Inputs
@@ -40,6 +41,8 @@ def open_engine(
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
     if config.engine == "auto" and not reason and is_hybrid(model):
         reason = "no evaluation of a hybrid target has been tried with it on a GPU yet; --engine fused takes them"
+    if config.engine == "auto" and not reason and has_experts(decoder_layers(model)):
+        reason = "no target with experts has been decoded with it on a GPU yet; --engine fused takes them"
     if config.engine == "auto" and not reason and config.temperature > 0:
         reason = "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):

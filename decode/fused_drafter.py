@@ -55,7 +55,7 @@ class FusedDrafter:
         self.depths = torch.arange(size, dtype=torch.int32, device=like.device)
         full = torch.ones(size, size, dtype=torch.bool, device=like.device)
         self.masks = {True: pack_mask(full), False: pack_mask(full.tril())}
-        self.buffers = RowBuffers.allocate(size, self.layers[0])
+        self.buffers = RowBuffers.allocate(size, self.layers)
         self.logits = like.new_zeros(size, self.target.head.shape[0])
 
     def extend(self, features: Tensor) -> None:

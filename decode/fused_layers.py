@@ -1,8 +1,5 @@
 """Decoder layers as data: fused weights taken from existing modules, and the one way to run rows through them.
 
-Fusing is in place: the modules' own weights become views of the fused ones, so the untransformed model keeps working
-and no memory is spent twice.
-
 Shape legend: R rows, D hidden size, H query heads, G key-value heads, d head dimension, F feed-forward width, C slots.
 """
 
@@ -10,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .fused_ops import Heads, add_norm, linear, rope_write, swiglu, tree_attention
+from .feed_forward import FeedForward, feed_forward
+from .fused_ops import Heads, add_norm, linear, rope_write, tree_attention
+from .fused_weights import fuse_biases, fuse_weights
 
 
 @dataclass(slots=True)
 class FusedLayer:
-    """Weights of one pre-norm layer with grouped-query attention and SwiGLU."""
+    """Weights of one pre-norm layer with grouped-query attention and SwiGLU, or a mixture of such."""
 
     heads: Heads
     eps: float
@@ -32,9 +30,7 @@ class FusedLayer:
     """Query norm (d,) and key norm (1, d), where the family has them."""
     out: Tensor
     out_bias: Tensor | None
-    gate_up: Tensor
-    """(2 F, D)"""
-    down: Tensor
+    feed_forward: FeedForward
     window: int | None = None
     bidirectional: bool = False
     """Rows may look at rows of greater numbers (a drafter's full layers)."""
@@ -42,7 +38,7 @@ class FusedLayer:
     @classmethod
     def from_module(cls, layer: Any, heads: Heads, eps: float, **extra: Any) -> "FusedLayer":
         """Fuse one layer of transformers or of the drafter; both name their parts alike."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         norms = None
         if hasattr(attention, "q_norm"):
@@ -58,43 +54,9 @@ class FusedLayer:
             norms=norms,
             out=attention.o_proj.weight.detach(),
             out_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
-            gate_up=fuse_weights((mlp.gate_proj, mlp.up_proj)),
-            down=mlp.down_proj.weight.detach(),
+            feed_forward=feed_forward(layer.mlp),
             **extra,
         )
-
-
-@torch.no_grad()
-def fuse_weights(linears: Sequence[nn.Linear]) -> Tensor:
-    """Stack the weights of several projections of the same input; each becomes a view of the stack."""
-    fused = _already_fused([part.weight for part in linears])
-    if fused is not None:
-        return fused
-    fused = torch.cat([part.weight.detach() for part in linears])
-    start = 0
-    for part in linears:
-        part.weight.data = fused[start : start + part.out_features]
-        start += part.out_features
-    return fused
-
-
-def _already_fused(weights: Sequence[Tensor]) -> Tensor | None:
-    """The stack that these weights are consecutive views of, if they are."""
-    rows = sum(weight.shape[0] for weight in weights)
-    storage, offset = weights[0].untyped_storage().data_ptr(), weights[0].storage_offset()
-    for weight in weights:
-        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
-            return None
-        offset += weight.numel()
-    return weights[0].detach().as_strided((rows, weights[0].shape[1]), weights[0].stride())
-
-
-def fuse_biases(linears: Sequence[nn.Linear]) -> Tensor | None:
-    """The biases of several projections behind one another, zeros where one has none; None if none has."""
-    if all(part.bias is None for part in linears):
-        return None
-    parts = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in linears]
-    return torch.cat(parts)
 
 
 @dataclass(slots=True)
@@ -111,11 +73,13 @@ class RowBuffers:
     activated: Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, layer: FusedLayer) -> "RowBuffers":
+    def allocate(cls, num_rows: int, layers: Sequence[FusedLayer]) -> "RowBuffers":
+        layer = layers[0]
+
         def empty(*shape: int) -> Tensor:
             return layer.qkv.new_zeros(num_rows, *shape)
 
-        hidden, heads = layer.qkv.shape[1], layer.heads
+        hidden, heads, width = layer.qkv.shape[1], layer.heads, max(part.feed_forward.width for part in layers)
         return cls(
             residual=empty(hidden),
             normed=empty(hidden),
@@ -123,8 +87,8 @@ class RowBuffers:
             queries=empty(heads.num_queries, heads.dim),
             attended=empty(heads.num_queries * heads.dim),
             delta=empty(hidden),
-            gate_up=empty(layer.gate_up.shape[0]),
-            activated=empty(layer.gate_up.shape[0] // 2),
+            gate_up=empty(2 * width),
+            activated=empty(width),
         )
 
 
@@ -176,6 +140,5 @@ def run_layers(
         )  # fmt: skip
         linear(b.attended, layer.out, layer.out_bias, b.delta)
         add_norm(b.residual, b.delta, layer.post_norm, layer.eps, b.normed)
-        swiglu(b.normed, layer.gate_up, b.gate_up, b.activated)
-        delta = linear(b.activated, layer.down, None, b.delta)
+        delta = layer.feed_forward.run(b)
     return add_norm(b.residual, delta, final_norm, final_eps, b.normed, taps.get(len(layers) - 1))

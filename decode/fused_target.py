@@ -1,6 +1,6 @@
 """The target for NVIDIA GPUs: a loaded transformers model, its projections fused in place, run with few kernels.
 
-Dense Llama-like decoders only (`FAMILIES`); for anything else the constructor refuses and the portable engine runs.
+Llama-like decoders only (`FAMILIES`); for anything else the constructor refuses and the portable engine runs.
 The key-value cache is static. One forward pass takes R rows that stand behind ``length`` committed tokens: a chain, a
 draft tree, or a piece of the prompt. R comes from a few buckets, so that every pass can be a CUDA graph.
 
@@ -19,10 +19,18 @@ from dflash_kit.target import decoder_layers
 
 from .cuda_graphs import capture
 from .device_tree import TreeBuffers
+from .feed_forward import unsupported_feed_forwards
 from .fused_layers import FusedLayer, RowBuffers, Rows, run_layers
 from .fused_ops import Heads, commit_rows, linear, preferred_library
+from .fused_weights import is_plain
 
-FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FAMILIES = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 PREFILL_ROWS = 512
 LONG_CONTEXT_TOKENS = 3072
@@ -99,7 +107,7 @@ class FusedTarget:
         device, width = self.device, self.embedding.shape[1]
         return Pass(
             tree=TreeBuffers.allocate(num_rows, device),
-            buffers=RowBuffers.allocate(num_rows, self.layers[0]),
+            buffers=RowBuffers.allocate(num_rows, self.layers),
             taps=self.embedding.new_zeros(num_rows, len(self.tap_layer_ids) * width),
             logits=self.embedding.new_zeros(num_rows, self.head.shape[0]),
             choices=torch.zeros(num_rows, dtype=torch.long, device=device),
@@ -210,8 +218,13 @@ class FusedTarget:
 
 @torch.no_grad()
 def rope_tables(rotary: nn.Module, num_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (positions, d / 2) of a transformers rotary module, in dtype and device of ``like``."""
+    """Cosines and sines (positions, d / 2) of a transformers rotary module, in dtype and device of ``like``.
+
+    Of multimodal rotary positions all three are those of text, which are equal.
+    """
     positions = torch.arange(num_positions, device=like.device)[None]
+    if hasattr(rotary, "mrope_section"):
+        positions = positions.expand(3, 1, -1)
     cos, sin = rotary(like[:1, None], positions)
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
@@ -238,16 +251,13 @@ def check_supported(model: Any) -> None:
         reasons.append(f"its layers are {family}, not one of {', '.join(FAMILIES)}")
     else:
         attention = layers[0].self_attn
-        if config.hidden_act != "silu":
-            reasons.append(f"hidden_act is {config.hidden_act!r}, not 'silu'")
+        reasons += unsupported_feed_forwards(layers, config.hidden_act)
         if attention.head_dim not in (16, 32, 64, 128, 256):
             reasons.append(f"head_dim is {attention.head_dim}, not a power of two within 16..256")
         rope = model.get_decoder().rotary_emb.rope_type
         if rope not in STATIC_ROPE:
             reasons.append(f"rope_type is {rope!r}, which depends on the length")
-        if layers[0].mlp.down_proj.bias is not None or layers[0].mlp.gate_proj.bias is not None:
-            reasons.append("its feed-forward has biases")
-        if not all(isinstance(part, nn.Linear) for part in (attention.q_proj, layers[0].mlp.gate_proj)):
+        if not is_plain(attention.q_proj):
             reasons.append("its projections are not plain nn.Linear (quantised?)")
     if model.get_output_embeddings().bias is not None:
         reasons.append("its head has a bias")

@@ -1,4 +1,4 @@
-"""The fused target for hybrids (Qwen3.5, Qwen3.6: Gated DeltaNet and attention layers): one tree, one CUDA graph.
+"""The fused target for hybrids (Qwen3-Next, Qwen3.5, Qwen3.6: Gated DeltaNet and attention): one tree, one CUDA graph.
 
 Prompts are read by the model's own forward pass, which takes flash-linear-attention's kernels where that package is
 installed. Verification runs here: no state per node, and what was committed is only read until a path is kept.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder, decoder_layers
@@ -28,10 +28,9 @@ from .fused_ops import (
     commit_rows,
     linear,
     preferred_library,
-    swiglu,
     tree_attention,
 )
-from .fused_target import PREFILL_ROWS, SLACK_SLOTS, FusedTarget, Pass
+from .fused_target import PREFILL_ROWS, SLACK_SLOTS, FusedTarget, Pass, rope_tables
 from .hybrid_layers import MixerLayer, check_hybrid, norm_gain
 
 PREFILL_CHUNK_TOKENS = 2048
@@ -79,7 +78,7 @@ class HybridTarget(FusedTarget):
         self.windows = like.new_zeros(count, self.shape.kernel - 1, self.shape.channels)
         self._prompt_end: tuple[Tensor, Tensor] | None = None
         self.length = torch.zeros(1, dtype=torch.int32, device=like.device)
-        self.tables = _rope_tables(decoder.rotary_emb, slots, like)
+        self.tables = rope_tables(decoder.rotary_emb, slots, like)
         self.long_context = False
         self._passes, self._verified = {}, None
         parameters = inspect.signature(model.forward).parameters
@@ -87,8 +86,8 @@ class HybridTarget(FusedTarget):
 
     def new_pass(self, num_rows: int) -> HybridPass:
         """Buffers of a pass of ``num_rows`` rows (a padded count)."""
-        like, width, mixer = self.embedding, self.embedding.shape[1], self.mixers[0]
-        heads, device = self.heads, self.device
+        like, width, heads, device = self.embedding, self.embedding.shape[1], self.heads, self.device
+        wide = max(layer.feed_forward.width for layer in self.mixers)
 
         def empty(*shape: int) -> Tensor:
             return like.new_zeros(num_rows, *shape)
@@ -96,7 +95,7 @@ class HybridTarget(FusedTarget):
         buffers = RowBuffers(
             residual=empty(width), normed=empty(width), qkv=empty(2 * (heads.num_queries + heads.num_kv) * heads.dim),
             queries=empty(heads.num_queries, heads.dim), attended=empty(heads.num_queries * heads.dim),
-            delta=empty(width), gate_up=empty(mixer.gate_up.shape[0]), activated=empty(mixer.gate_up.shape[0] // 2),
+            delta=empty(width), gate_up=empty(2 * wide), activated=empty(wide),
         )  # fmt: skip
         return HybridPass(
             tree=TreeBuffers.allocate(num_rows, device), buffers=buffers, taps=empty(len(self.tap_layer_ids) * width),
@@ -124,8 +123,7 @@ class HybridTarget(FusedTarget):
                     num_attention += 1
                 linear(mixed, layer.out, None, b.delta)
                 add_norm(b.residual, b.delta, layer.post_norm, self.eps, b.normed)
-                swiglu(b.normed, layer.gate_up, b.gate_up, b.activated)
-                delta = linear(b.activated, layer.down, None, b.delta)
+                delta = layer.feed_forward.run(b)
             states = add_norm(b.residual, delta, self.final_norm, self.eps, b.normed, taps.get(len(self.mixers) - 1))
         if head_rows is not None:
             linear(states[head_rows], self.head, None, step.logits[head_rows])
@@ -232,12 +230,3 @@ def convolution_columns(parents: Tensor, kernel: int) -> Tensor:
 def _decoder(model: Any) -> Any:
     decoder = model.get_decoder()
     return getattr(decoder, "language_model", decoder)
-
-
-@torch.no_grad()
-def _rope_tables(rotary: nn.Module, num_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (positions, r / 2) of text positions: the three of multimodal rotary positions are equal."""
-    positions = torch.arange(num_positions, device=like.device).expand(3, 1, -1)
-    cos, sin = rotary(like[:1, None], positions)
-    half = cos.shape[-1] // 2
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -30,6 +30,7 @@ KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="compares Triton kernels with references: GPU or interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TAPS = (1, 3)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def tiny_model(family: str = "qwen3", **overrides: Any) -> Any:
@@ -89,6 +90,8 @@ def prompt(count: int, seed: int = 2) -> torch.Tensor:
         ("llama", {"tie_word_embeddings": True}),
         ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3}),
         ("mistral", {"sliding_window": 20}),
+        ("qwen3_moe", EXPERTS),
+        ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 3], "use_sliding_window": True, "sliding_window": 20}),
     ],
 )  # fmt: skip
 def test_prefill_and_tree_verification_equal_transformers(family: str, overrides: dict[str, Any]) -> None:

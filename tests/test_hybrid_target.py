@@ -32,7 +32,20 @@ KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="compares Triton kernels with references: GPU or interpreter")
 
 
-def tiny_hybrid(**overrides: Any) -> Any:
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": EXPERTS,
+    "qwen3_next": EXPERTS | {"mlp_only_layers": [0, 2]},
+}
+
+
+def tiny_hybrid(family: str = "qwen3_5_text", **overrides: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings: dict[str, Any] = dict(  # noqa: C408
@@ -42,7 +55,7 @@ def tiny_hybrid(**overrides: Any) -> Any:
         linear_value_head_dim=24, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_5_text", **(settings | overrides))
+    config = AutoConfig.for_model(family, **(settings | FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():  # norms start at 0 or 1, which would hide how they are applied
         if "norm" in name:
@@ -50,9 +63,13 @@ def tiny_hybrid(**overrides: Any) -> Any:
     return model.to(DEVICE).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 40])
-def test_verification_and_every_commit_equal_transformers(count: int) -> None:
-    model, tokens = tiny_hybrid(), prompt(count)
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [*(("qwen3_5_text", count) for count in (1, 2, 3, 40)), ("qwen3_5_moe_text", 2), ("qwen3_5_moe_text", 40),
+     ("qwen3_next", 2), ("qwen3_next", 40)],
+)  # fmt: skip
+def test_verification_and_every_commit_equal_transformers(family: str, count: int) -> None:
+    model, tokens = tiny_hybrid(family), prompt(count)
     before = model(tokens[None]).logits[0]
     target = HybridTarget(model, TAPS, max_context_tokens=256, max_rows=32)
     assert error(model(tokens[None]).logits[0], before) < 1e-6, "fusing in place changed the model itself"
@@ -262,7 +279,7 @@ def test_kernels_run_in_the_interpreter() -> None:
     assert "passed" in done.stdout
 
 
-def test_experts_and_biases_are_refused() -> None:
+def test_biases_and_other_layers_are_refused() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with pytest.raises(KitError, match="attention has biases"):
