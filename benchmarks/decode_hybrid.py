@@ -10,7 +10,11 @@ delta rule done the other way: one kernel that walks the nodes in order and writ
 all layers. Last, other configurations of the delta rule's kernel. The floor is the larger of bytes over copy bandwidth and
 operations over the matrix rate, both measured in the same run.
 
-With ``--rounds`` none of that, but whole rounds with a random drafter of the 27B recipe's shape: autoregressive, chain and
+``memory_mib`` is counted over the tensors of a pass without making them; ``pass_peak_mib`` is what the allocator saw while a
+pass was timed, logits and all. Of a mixture of experts (``--shape 35b-a3b``) the floor takes the experts that rows are
+expected to choose, see ``floor_ms``.
+
+With ``--rounds`` none of that, but whole rounds with a random drafter of the recipe's shape: autoregressive, chain and
 trees, by stage (draft, build, verify, commit), and how much longer than an autoregressive and a chain's round each takes.
 
 What fails is reported in place of its number. A shape that does not fit gives way to 9b. After ``--limit_s`` seconds the
@@ -36,7 +40,18 @@ from hybrid_configs import best_config, try_configs, using  # noqa: E402
 from hybrid_rounds import measure_rounds  # noqa: E402
 from hybrid_shapes import SHAPES, floor_ms, linear_shape, make_model, make_tree, memory_table  # noqa: E402
 from hybrid_state_per_node import time_state_per_node  # noqa: E402
-from measuring import ON_GPU, Report, allocated, attempt, eager_ms, graph_ms, mib, now_s, numbers  # noqa: E402
+from measuring import (  # noqa: E402
+    ON_GPU,
+    Report,
+    allocated,
+    attempt,
+    eager_ms,
+    graph_ms,
+    mib,
+    most_allocated,
+    now_s,
+    numbers,
+)
 from prompt_kernels import reads_prompts, use_choices  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -231,6 +246,7 @@ def time_pass(target: HybridTarget, budget: int, config: Any, repetitions: int) 
     time; they are put back.
     """
     tree, before = make_tree(budget), allocated()
+    most_allocated()  # what was before does not count
     step = a_pass(target, budget)
     path = torch.zeros(1 if budget == 0 else 16, dtype=torch.int32, device=target.device)
     leaf = ancestor_mask(tree.parents)[len(tree)].nonzero().flatten()
@@ -255,6 +271,7 @@ def time_pass(target: HybridTarget, budget: int, config: Any, repetitions: int) 
                 "rows": step.tree.num_rows, "deepest": int(tree.depths.max()) if budget else 0, "config": config,
                 "eager_ms": attempt(lambda: eager_ms(work, repetitions)), "graph_ms": attempt(lambda: graph_ms(work)),
                 "commit_ms": attempt(lambda: graph_ms(commit)), "pass_mib": mib(allocated() - before),
+                "pass_peak_mib": mib(max(0, most_allocated() - before)),
             }  # fmt: skip
     finally:
         for tensor, kept in held:

@@ -139,7 +139,8 @@ class Layers:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="27b")
+    dense = [name for name, sizes in SHAPES.items() if "intermediate_size" in sizes]
+    parser.add_argument("--shape", choices=dense, default="27b")
     parser.add_argument("--budgets", type=numbers, default="0,16,64,256")
     parser.add_argument("--layers", type=int, default=24, help="a layer of 27b holds 0.77 GB of weights")
     parser.add_argument("--repetitions", type=int, default=5, help="without a GPU")

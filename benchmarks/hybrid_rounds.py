@@ -18,7 +18,7 @@ from decode.fused_target import padded_rows
 from decode.hybrid_target import HybridTarget
 from dflash_kit.recipe import read_section
 
-RECIPE = Path(__file__).resolve().parents[1] / "configs" / "qwen3.6-27b.yaml"
+RECIPES = Path(__file__).resolve().parents[1] / "configs"
 SLOTS_BEHIND = 600
 """Tokens behind the prompt that the caches hold, as in the other measurements."""
 
@@ -38,8 +38,14 @@ def measure_rounds(
         rates: of the device, see ``floor_ms``; None leaves floors out.
         report: takes the figures as they come.
     """
-    wanted = read_section(RECIPE, "train")["drafter"]
-    shape = {key: getattr(model.config.get_text_config(), key) for key in SHAPES["27b"]}
+    text = model.config.get_text_config()
+    has_experts = hasattr(text, "num_experts")
+    recipe = RECIPES / ("qwen3.6-35b-a3b.yaml" if has_experts else "qwen3.6-27b.yaml")
+    wanted = read_section(recipe, "train")["drafter"]
+    shape = {key: getattr(text, key) for key in SHAPES["27b"] if key != "intermediate_size"}
+    # As wide as the experts that a token runs through, where the target has them: what `TargetSpec` says.
+    width = text.moe_intermediate_size * text.num_experts_per_tok if has_experts else text.intermediate_size
+    shape["intermediate_size"] = width
     num_layers, num_sliding = wanted["num_hidden_layers"], wanted["num_sliding_layers"]
     module = random_drafter(
         shape, wanted["block_size"], num_layers, model.device, model.dtype,
@@ -50,7 +56,7 @@ def measure_rounds(
     drafter = FusedDrafter(module, target)
     report.add(
         drafter={
-            "recipe": RECIPE.name, "parameters": sum(p.numel() for p in module.parameters()), "layers": num_layers,
+            "recipe": recipe.name, "parameters": sum(p.numel() for p in module.parameters()), "layers": num_layers,
             "sliding_layers": num_sliding, "sliding_window": config.sliding_window, "block_size": config.block_size,
             "heads": [config.num_attention_heads, config.num_key_value_heads, config.head_dim],
             "taps": config.num_taps,

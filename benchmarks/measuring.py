@@ -161,6 +161,15 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
+def most_allocated() -> int:
+    """The most bytes of device memory in use since this was asked last."""
+    if not ON_GPU:
+        return 0
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most
+
+
 def mib(number: float) -> float:
     """Bytes as MiB."""
     return round(number / 2**20, 1)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from decode.conversation import Conversation
 from decode.engine import Engine, Generation, Method
+from decode.fused_engine import FusedEngine
 from decode.target_runner import TargetRunner
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
@@ -151,21 +152,23 @@ def record_row(model: Any, drafter: Drafter, prompt: list[int], response: list[i
     )
 
 
-class OracleEngine(Engine):
-    """Drafts the known response, each token wrong with some probability; all else is the real loop."""
+class Oracle:
+    """Drafts a known text, each token wrong with some probability.
 
-    def __init__(
-        self, *args: Any, script: list[int], error_rate: float, least_boost: float = 2.0, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        script: prompt and response.
+        error_rate: of drafted tokens; at 0 the script's token is always the likeliest.
+        least_boost: what the script's token has above noise, at least.
+    """
+
+    def __init__(self, script: list[int], error_rate: float, least_boost: float = 2.0) -> None:
         self.script, self.error_rate, self.least_boost = script, error_rate, least_boost
         self.noise = torch.Generator().manual_seed(0)
 
-    def _draft(self, anchor: int) -> Tensor:
-        assert self.drafter is not None
-        at, depth = self.target.num_committed, self.drafter.config.num_draft_tokens
-        logits = torch.randn(depth, self.drafter.config.vocab_size, generator=self.noise)
-        for k, token in enumerate(self.script[at + 1 : at + 1 + depth]):
+    def logits(self, num_committed: int, depth: int, vocab_size: int) -> Tensor:
+        """Logits (depth, V) behind the anchor, which stands behind ``num_committed`` tokens."""
+        logits = torch.randn(depth, vocab_size, generator=self.noise)
+        for k, token in enumerate(self.script[num_committed + 1 : num_committed + 1 + depth]):
             if torch.rand(1, generator=self.noise) > self.error_rate:
                 # Not always the likeliest: then only a tree finds it.
                 certain = self.error_rate == 0.0
@@ -173,3 +176,33 @@ class OracleEngine(Engine):
                     12.0 if certain else 6.0 * torch.rand(1, generator=self.noise).item() + self.least_boost
                 )
         return logits
+
+
+class OracleEngine(Engine):
+    """The portable engine with an oracle in place of the drafter's logits; all else is the real loop."""
+
+    def __init__(
+        self, *args: Any, script: list[int], error_rate: float, least_boost: float = 2.0, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.oracle = Oracle(script, error_rate, least_boost)
+
+    def _draft(self, anchor: int) -> Tensor:
+        assert self.drafter is not None
+        config = self.drafter.config
+        return self.oracle.logits(self.target.num_committed, config.num_draft_tokens, config.vocab_size)
+
+
+class OracleFusedEngine(FusedEngine):
+    """The same of the fused engine; on a CPU, since a CUDA graph would repeat one draft."""
+
+    def __init__(self, *args: Any, script: list[int], error_rate: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.target.device.type == "cpu"
+        oracle, drafter = Oracle(script, error_rate), self.drafter
+
+        def draft() -> Tensor:
+            held, (size, vocab_size) = int(self.target.length), drafter.logits.shape
+            return drafter.logits[1:].copy_(oracle.logits(held, size - 1, vocab_size))
+
+        drafter.draft = draft  # type: ignore[method-assign]

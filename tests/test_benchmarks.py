@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.fused_target import padded_rows
 from dflash_kit.shards import ShardsHeader, open_shards
 from dflash_kit.target import TargetSpec
 from helpers import HAS_GPU, REPO, requires_vllm, until
@@ -21,6 +22,7 @@ import decode_hybrid_kernel
 import drafter_choices
 import extract_gpu
 import extract_rates
+import hybrid_shapes
 import measuring
 import replay_device
 from drafting import tiny_drafter
@@ -66,6 +68,49 @@ def test_whole_rounds_of_a_hybrid_are_timed(capsys: pytest.CaptureFixture[str]) 
     assert found["over_ar"]["ar"] == found["over_chain"]["chain"] == 1.0
     assert {*found["over_ar"]} == {*found["over_chain"]} == {*stages}
     assert "portable" not in found
+
+
+@on_cpu
+def test_a_hybrid_with_experts_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with_experts = ["--shape", "tiny-experts", *TINY[2:]]
+    decode_hybrid.main(with_experts)
+    found = last_line(capsys)
+    assert all(isinstance(found[engine]["20"], kind) for engine, kind in (("portable", float), ("fused", dict)))
+    assert found["relative_error"]["of_the_path"] < 1e-5
+    decode_hybrid.main([*with_experts, "--rounds"])
+    found = last_line(capsys)
+    assert found["drafter"]["layers"] == 8 and found["drafter"]["recipe"] == "qwen3.6-35b-a3b.yaml"
+    assert set(found["over_chain"]) == {"ar", "chain", "ddtree-5", "ddtree-20"}
+
+
+def test_the_floor_counts_the_experts_that_are_read() -> None:
+    draw, chosen = torch.Generator().manual_seed(0), []
+    for _ in range(400):
+        chosen.append(len({int(i) for _ in range(17) for i in torch.randperm(16, generator=draw)[:2]}))
+    expected = hybrid_shapes.distinct_experts(16, 2, 17)
+    assert abs(sum(chosen) / len(chosen) - expected) < 0.2 and expected < 15
+    model = hybrid_shapes.make_model(hybrid_shapes.SHAPES["tiny-experts"], "meta")
+    unit_rates, linear = {"copy_tb_s": 1e-9, "matrix_tflop_s": 1e-9}, hybrid_shapes.linear_shape(model)
+    one, many = (hybrid_shapes.floor_ms(model, linear, rows, 20, unit_rates) for rows in (1, 10_000))
+    expert = 3 * 64 * 32  # of hidden width 64 and inner width 32
+    assert many["bytes"] - one["bytes"] == pytest.approx(2 * 8 * (16 - 2) * expert, rel=1e-6)
+    dense = sum(p.numel() for p in model.parameters() if p.ndim == 2) - 500 * 64
+    computed = 2 * (dense + 8 * 2 * expert)
+    assert computed < one["operations"] < 1.2 * computed
+
+
+@pytest.mark.parametrize("name", ["27b", "35b-a3b", "tiny"])
+@pytest.mark.parametrize("budget", [0, 64, 256])
+def test_the_memory_of_a_verification_is_what_the_formula_says(name: str, budget: int) -> None:
+    """A row's bytes by formula, against the tensors of real passes; buffers shared by all layers are a small part."""
+    sizes = hybrid_shapes.SHAPES[name]
+    layers, shape = hybrid_shapes.linear_shape(hybrid_shapes.make_model(sizes, "meta"))
+    kept, shared = hybrid_shapes.verification_bytes(sizes, budget)
+    assert kept == padded_rows(budget + 1) * hybrid_shapes.row_bytes(shape)
+    if name != "tiny":
+        state = 4 * shape.heads * shape.key * shape.value
+        assert shared < 0.1 * layers * kept or budget == 0
+        assert layers * kept + shared < (budget + 1) * layers * state / (30 if budget else 1)
 
 
 @on_cpu

@@ -1,11 +1,12 @@
 """Hybrid targets (Gated DeltaNet and attention layers): trees are verified exactly, and every state is committed."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drafting import OracleEngine, decode_once, generate, tiny_drafter
+from drafting import OracleEngine, OracleFusedEngine, decode_once, generate, tiny_drafter
 
 from decode.delta_layers import DeltaLayers
 from decode.engine import Method
@@ -35,6 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR | EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 BUDGETS = (1, 15, 64, 256)
+DRAFTED = [Method("chain", 15), *(Method("ddtree", budget) for budget in BUDGETS)]
+Answers = list[tuple[list[int], list[int], tuple[float, ...]]]
 pytestmark = pytest.mark.usefixtures("torch_rules")
 
 
@@ -48,6 +51,13 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def reference(target: Path) -> Any:
     """The model as transformers runs it: the oracle."""
     return load_target(target)
+
+
+@pytest.fixture(scope="module")
+def answers(reference: Any) -> Answers:
+    """Prompts, what transformers says to them, and how often drafts shall be wrong: 670 tokens by each method."""
+    asked = (([7], 150, (0.0, 0.25)), (tokens(3, 2).tolist(), 320, (0.0,)), (tokens(40, 1).tolist(), 50, (0.25,)))
+    return [(prompt, generate(reference, prompt, limit), rates) for prompt, limit, rates in asked]
 
 
 @pytest.fixture(scope="module")
@@ -124,29 +134,32 @@ def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: T
             assert close(kept.values[:, :, : runner.num_committed], wanted.values)
 
 
-def test_greedy_decoding_equals_transformers(reference: Any, target: Path) -> None:
-    drafter, ends = tiny_drafter(target, block_size=16)
-    model, num_compared, most_accepted = load_target(target), 0, 0
-    for prompt, limit in (([7], 150), (tokens(40, 1).tolist(), 60)):
-        expected = generate(reference, prompt, limit)
-        for error_rate in (0.0, 0.25):
-            engine = OracleEngine(
-                TargetRunner(model, drafter.config.target_layer_ids),
-                drafter,
-                ends,
-                eos_token_ids=(),
-                max_context=512,
-                script=prompt + expected,
-                error_rate=error_rate,
-            )
-            prefix = engine.prefill(prompt, limit, max(BUDGETS))
-            undrafted = [Method("ar", 0)] if error_rate == 0.0 else []  # whatever the drafter gets wrong
-            for method in [*undrafted, Method("chain", 15), *(Method("ddtree", budget) for budget in BUDGETS)]:
+def oracle_engine(kind: str, folder: Path, error_rate: float, script: list[int]) -> OracleEngine | OracleFusedEngine:
+    """An engine of each kind over weights of its own, since fusing works in place."""
+    model, (drafter, ends) = load_target(folder), tiny_drafter(folder, block_size=16)
+    common: dict[str, Any] = {"eos_token_ids": (), "max_context": 512, "script": script, "error_rate": error_rate}
+    if kind == "fused":
+        return OracleFusedEngine(model, drafter, max_budget=max(BUDGETS), **common)
+    return OracleEngine(TargetRunner(model, drafter.config.target_layer_ids), drafter, ends, **common)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["portable", "fused"])
+def test_greedy_decoding_equals_transformers(target: Path, answers: Answers, kind: str) -> None:
+    """By every method at least 2,000 tokens of all families together, so a third of that in each."""
+    compared, most_accepted = Counter[Method](), 0
+    for prompt, expected, error_rates in answers:
+        for error_rate in error_rates:
+            engine = oracle_engine(kind, target, error_rate, prompt + expected)
+            prefix = engine.prefill(prompt, len(expected), max(BUDGETS))
+            undrafted = [Method("ar", 0)] if error_rate else []  # once a prompt: no draft is read
+            for method in [*undrafted, *DRAFTED]:
                 found = engine.decode(prefix, method)
                 assert found.token_ids == expected, (method, error_rate)
-                num_compared += len(expected)
+                compared[method] += len(expected)
                 most_accepted = max(most_accepted, *found.log.num_accepted)
-    assert num_compared >= 2000
+    for method in DRAFTED:
+        assert len(FAMILIES) * compared[method] >= 2000, method
     assert most_accepted == 15
 
 

@@ -1,13 +1,21 @@
 """Sampling in the fused engine: rows are drawn from the target's tempered and truncated distribution, and so are responses."""
 
+import itertools
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from test_fused_target import prompt, tiny_drafter, tiny_model
+from test_hybrid_target import tiny_hybrid
 
+from decode.delta_ops import commit_states
+from decode.delta_rule import DeltaRows, DeltaShape, tree_delta
 from decode.engine import Method
 from decode.fused_engine import FusedEngine
+from decode.fused_ops import pack_mask
 from decode.row_sampler import RowSampler, seed_device
 from decode.sampling import Sampling
 from helpers import HAS_GPU
@@ -16,6 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=4), Sampling(1.3, top_p=0.8)]
 P_VALUE = 1e-6
 NUM_RESPONSES = 300
+DRAW = RowSampler.draw
 
 
 def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
@@ -68,6 +77,90 @@ def test_responses_have_the_targets_distribution(method: Method) -> None:
             expected[token, follower] = float(first[token] * second[follower])
     assert set(counts) <= set(expected)
     assert p_value(counts, expected) > P_VALUE
+
+
+HYBRID_VOCAB, HYBRID_PROMPT, RESPONSE = 5, [1, 2, 0, 3, 3, 1, 0], 3
+TREE = Method("ddtree", 7)
+
+
+@pytest.fixture(scope="module")
+def hybrid_engine(torch_rules: None) -> FusedEngine:
+    """Of few tokens, so that drafts are accepted and every response is common; its answers depend on all that was said."""
+    drafter = tiny_drafter()
+    drafter.config = replace(drafter.config, vocab_size=HYBRID_VOCAB, mask_token_id=HYBRID_VOCAB - 1)
+    model = tiny_hybrid(vocab_size=HYBRID_VOCAB, initializer_range=0.35)
+    return FusedEngine(model, drafter, eos_token_ids=(), max_context=60, max_budget=TREE.budget)
+
+
+@pytest.fixture(scope="module")
+def exact_responses(torch_rules: None) -> dict[tuple[int, ...], float]:
+    """Probabilities at temperature 1, from transformers' own pass over every response."""
+    model = tiny_hybrid(vocab_size=HYBRID_VOCAB, initializer_range=0.35)
+    responses = list(itertools.product(range(HYBRID_VOCAB), repeat=RESPONSE))
+    ids = torch.tensor([HYBRID_PROMPT + list(response) for response in responses]).to(model.device)
+    steps = model(ids).logits[:, len(HYBRID_PROMPT) - 1 : -1].double().softmax(-1)
+    found = steps.gather(-1, ids[:, len(HYBRID_PROMPT) :, None])[..., 0].prod(-1)
+    return dict(zip(responses, found.tolist(), strict=True))
+
+
+def sample_hybrid(engine: FusedEngine, method: Method, count: int) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
+    """Responses, and how many nodes their rounds accepted."""
+    prefix = engine.prefill(HYBRID_PROMPT, RESPONSE, TREE.budget)
+    said, accepted = Counter[tuple[int, ...]](), Counter[int]()
+    seed_device(engine.target.device, 3)
+    for _ in range(count):
+        done = engine.decode(prefix, method, sampling=Sampling(1.0))
+        said[tuple(done.token_ids)] += 1
+        accepted.update(done.log.num_accepted)
+    return said, accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Method("chain", 5), TREE], ids=lambda m: m.name)
+def test_responses_of_a_hybrid_have_its_distribution(
+    method: Method, hybrid_engine: FusedEngine, exact_responses: dict[tuple[int, ...], float]
+) -> None:
+    said, accepted = sample_hybrid(hybrid_engine, method, 600)
+    assert sum(share * 600 >= 5 for share in exact_responses.values()) > 10
+    assert p_value(said, exact_responses) > 1e-3
+    assert accepted[0] > 50 and accepted.total() - accepted[0] > 50, "rejections and acceptances both have to be common"
+
+
+def row_behind(self: RowSampler, logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return DRAW(self, logits.roll(1, 0), out)
+
+
+def likeliest_at_nodes(self: RowSampler, logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    DRAW(self, logits, out)
+    out[1:] = logits[1:].argmax(-1)
+    return out
+
+
+def commits_windows_only(states: torch.Tensor, *args: Any) -> None:
+    commit_states(states.clone(), *args)
+
+
+def sees_all_rows(rows: DeltaRows, layer: int, state: torch.Tensor, mask: torch.Tensor, shape: DeltaShape) -> None:
+    chain = torch.ones(len(mask), len(mask), dtype=torch.bool).tril()
+    tree_delta(rows, layer, state, pack_mask(chain).to(mask.device), shape)
+
+
+FAULTS = [
+    ("decode.row_sampler.RowSampler.draw", row_behind),
+    ("decode.row_sampler.RowSampler.draw", likeliest_at_nodes),
+    ("decode.hybrid_target.commit_states", commits_windows_only),
+    ("decode.hybrid_target.tree_delta", sees_all_rows),
+]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a captured graph would run the round as it was")
+@pytest.mark.parametrize(("place", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
+def test_faults_of_a_hybrids_rounds_are_seen(
+    place: str, fault: Callable[..., Any], hybrid_engine: FusedEngine, exact_responses: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(place, fault)
+    assert p_value(sample_hybrid(hybrid_engine, TREE, 200)[0], exact_responses) < 1e-9
 
 
 def test_a_seed_repeats_its_response_whatever_was_drawn_before() -> None:
