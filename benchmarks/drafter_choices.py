@@ -4,8 +4,17 @@ Trains a drafter per variant with the commands of the recipe (same seed, steps a
 otherwise) and replays each on the same evaluation shards. Prints one JSON line: acceptance of the chain and of DDTree by
 variant and evaluation set, the learning curve on held-out rows, how many rows were trained on, and the seconds of its
 steps. What a variant brought is kept in OUT/NAME.json and not run again. None is begun that would not end within
-``--time_limit_s``, judged by the slowest so far, and one that fails does not keep the others back; what was left out is
-named with the reason.
+``--time_limit_s``, judged by the slowest so far (those that are kept are shown whatever the time), and one that fails
+does not keep the others back; what was left out is named with the reason.
+
+``--jobs N`` runs N variants side by side, each with an equal share of the cores and with a log in OUT/NAME.log instead of
+stderr; they share one GPU where there is one. Their train_s are then times under sharing, and "jobs" says of how many.
+torch.compile's and Triton's caches are left common to all: their files appear whole, and a variant of the same shapes
+takes what another has compiled.
+
+--anchors counts those of a packed row, as the recipe's data.seq_len counts its tokens: 2,048 for 16,384 are the published
+512 for 4,096, and half_anchors (1,024) is 256 for 4,096. sliding is four layers of five with a window of 256 tokens, which is
+short of most answers; a longer one would not show on them.
 
 Variants that distil (kl, lk_hybrid) need shards with last hidden states; they are left out where those lack. Those with
 less data hold the rest out, which needs a recipe with replay.max_rows and without eval_shards: train_rows tells.
@@ -20,7 +29,10 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +77,56 @@ def main(argv: list[str] | None = None) -> None:
     if unknown:
         raise SystemExit(f"error: no variant is called {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     has_last = open_shards(args.shards).header.has_last_hidden
-    t0, slowest_s = time.perf_counter(), 0.0
-    results, left_out = [], {}
-    for name in names:
-        if name in DISTILLING and not has_last:
-            left_out[name] = "the shards hold no last hidden states"
-            continue
-        if args.time_limit_s is not None and time.perf_counter() - t0 + slowest_s > args.time_limit_s:
-            left_out[name] = "it would not have ended in time"
-            continue
-        before_s = time.perf_counter()
+    start = Start(args.time_limit_s)
+    results: dict[str, dict[str, Any]] = {}
+    left_out: dict[str, str] = {}
+
+    def attempt(name: str) -> None:
         try:
-            results.append(result_of(name, args))
+            if name in DISTILLING and not has_last:
+                raise CommandError("the shards hold no last hidden states")
+            results[name] = kept_result(name, args) or start.timed(lambda: new_result(name, args))
         except CommandError as error:
             left_out[name] = str(error)
             print(f"left out: {name}: {error}", file=sys.stderr)
-        slowest_s = max(slowest_s, time.perf_counter() - before_s)
-    print(json.dumps(summary(args, results, left_out)))
+
+    if args.jobs == 1:
+        for name in names:
+            attempt(name)
+    else:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(attempt, names))  # begun in this order; the list raises what went wrong otherwise
+    results = {name: results[name] for name in names if name in results}
+    left_out = {name: left_out[name] for name in names if name in left_out}
+    print(json.dumps(summary(args, list(results.values()), left_out)))
+
+
+class Start:
+    """When variants may begin: none that would end behind the limit if it took as long as the slowest so far.
+
+    Args:
+        limit_s: seconds from now; None: any time.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s, self._t0, self._slowest_s = limit_s, time.perf_counter(), 0.0
+        self._lock = threading.Lock()
+
+    def timed(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Do the work and remember how long it took.
+
+        Raises:
+            CommandError: it would not end in time, or failed.
+        """
+        before_s = time.perf_counter()
+        with self._lock:
+            if self._limit_s is not None and before_s - self._t0 + self._slowest_s > self._limit_s:
+                raise CommandError("it would not have ended in time")
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._slowest_s = max(self._slowest_s, time.perf_counter() - before_s)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -92,29 +137,47 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", help="target folder; unset: the recipe's")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps of every variant")
     parser.add_argument("--anchors", type=int, default=2048, help="anchors of a packed row; half_anchors takes half")
+    parser.add_argument("--jobs", type=int, default=1, help="variants that run side by side")
     parser.add_argument("--budgets", default="16,64,256", help="tree budgets of the replay")
     parser.add_argument("--limit", type=int, help="rows of each evaluation set at most")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="which, in this order")
     parser.add_argument("--time_limit_s", type=float, help="begin no variant that would end later than this")
     parser.add_argument("--out", default="runs/choices", help="folder for drafters and reports")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}; at least 1 is needed")
     odd = [pair for pair in args.evaluate if not all(pair.partition("="))]
     if odd:
         parser.error(f"--evaluate is {odd[0]!r}; a name, = and a shards folder are needed")
     return args
 
 
-def result_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What the variant brought: from an earlier run with the same arguments, or from this one."""
-    record = Path(args.out) / f"{name}.json"
-    passing = ("out", "variants", "time_limit_s")
+def record_of(name: str, args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Where a variant's result is kept, and all that decides it."""
+    passing = ("out", "variants", "time_limit_s", "jobs")
     asked = {key: value for key, value in vars(args).items() if key not in passing}
     asked |= {"recipe": Path(args.config).read_text(), "flags": flags_of(name, args)}
-    if record.exists():
-        kept = json.loads(record.read_text())
-        if kept["asked"] == asked:
-            return dict(kept["result"])
+    return Path(args.out) / f"{name}.json", asked
+
+
+def kept_result(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the variant brought in an earlier run with the same arguments; None: it has not ended in any.
+
+    Raises:
+        CommandError: the earlier run had other arguments.
+    """
+    record, asked = record_of(name, args)
+    if not record.exists():
+        return None
+    kept = json.loads(record.read_text())
+    if kept["asked"] != asked:
         raise CommandError(f"{record} is of other arguments or another recipe; choose another --out")
+    return dict(kept["result"])
+
+
+def new_result(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the variant, and keep what it brought."""
+    record, asked = record_of(name, args)
     result = run(name, args)
     partial = record.with_suffix(".incomplete")
     partial.write_text(json.dumps({"asked": asked, "result": result}))
@@ -136,14 +199,15 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name != "half_anchors":
         train += ["--data.anchors", str(args.anchors)]
     train += ["--optim.max_steps", str(args.steps), *flags]
-    call(train)
+    log = Path(args.out) / f"{name}.log" if args.jobs > 1 else None
+    call(train, args.jobs, log)
     acceptance = {}
     for pair in args.evaluate:
         label, _, shards = pair.partition("=")
         folder = Path(f"{out}-{label}")
         replay = ["decode/eval.py", "--ckpt", str(out), "--replay", shards, "--out", str(folder), *target]
         limit = ["--limit", str(args.limit)] if args.limit else []
-        call([*replay, "--budgets", args.budgets, *limit])
+        call([*replay, "--budgets", args.budgets, *limit], args.jobs, log)
         acceptance[label] = {
             f"{entry['method']}-{entry['budget']}": {
                 "pooled": entry["acceptance_length_pooled"],
@@ -159,6 +223,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "flags": flags,
         "train_rows": recorded["train_rows"],
         "train_s": round(steps_s(records), 1),
+        "jobs": args.jobs,
         "acceptance_length": acceptance,
         "curve": [
             {k: v for k, v in r.items() if k not in ("kind", "time_utc")} for r in records if r.get("kind") == "replay"
@@ -174,15 +239,33 @@ def steps_s(records: list[dict[str, Any]]) -> float:
     return sum(line["s_per_step"] * (line["step"] - first) for first, line in zip(before, lines, strict=False))
 
 
-def call(command: list[str]) -> None:
-    """Run one of the project's commands, the first word its file; all that it prints goes to stderr.
+def call(command: list[str], jobs: int, log: Path | None) -> None:
+    """Run one of the project's commands.
+
+    Args:
+        command: the first word is its file.
+        jobs: how many such commands share the cores.
+        log: to which all that it prints is added; None: to stderr.
 
     Raises:
         CommandError: it failed.
     """
-    done = subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=2, check=False)
+    line = [sys.executable, str(ROOT / command[0]), *command[1:]]
+    if log is None:
+        done = subprocess.run(line, stdout=2, check=False)
+    else:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            done = subprocess.run(line, stdout=file, stderr=file, env=os.environ | share_of_cores(jobs), check=False)
     if done.returncode:
-        raise CommandError(f"{command[0]} ended with status {done.returncode}; its message stands on stderr")
+        place = "stderr" if log is None else str(log)
+        raise CommandError(f"{command[0]} ended with status {done.returncode}; its message stands on {place}")
+
+
+def share_of_cores(jobs: int) -> dict[str, str]:
+    """Variables that hold a process to its share: by default each takes all cores, to compute and to compile."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    return {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
 
 
 def summary(args: argparse.Namespace, results: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Any]:
@@ -191,6 +274,7 @@ def summary(args: argparse.Namespace, results: list[dict[str, Any]], left_out: d
     return {
         "benchmark": "drafter_choices",
         "steps": args.steps,
+        "jobs": args.jobs,
         "rows": len(open_shards(args.shards)),
         "variants": results,
         "left_out": left_out,

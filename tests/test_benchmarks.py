@@ -285,7 +285,7 @@ def test_variants_are_trained_and_replayed_once_and_one_that_fails_keeps_no_othe
     import train.cli
     from dflash_kit.errors import run_cli
 
-    def call(command: list[str]) -> None:
+    def call(command: list[str], jobs: int, log: Path | None) -> None:
         """As in a process of its own, without the imports."""
         if run_cli({"train/run.py": train.cli.main, "decode/eval.py": decode.cli.main}[command[0]], command[1:]):
             raise drafter_choices.CommandError("it failed")
@@ -313,7 +313,59 @@ def test_variants_are_trained_and_replayed_once_and_one_that_fails_keeps_no_othe
         assert set(result["acceptance_length"]["held"]) == {"chain-3", "ddtree-4"} and result["train_s"] > 0
         assert [line["step"] for line in result["curve"]] == [6, 8] and result["last_loss"] > 0
     monkeypatch.setattr(drafter_choices, "call", None)  # nothing is run again
-    drafter_choices.main([*arguments[:-1], "half_anchors,half_data"])
-    assert last_line(capsys)["variants"] == found["variants"]
+    drafter_choices.main([*arguments[:-1], "half_anchors,dpace,half_data", "--time_limit_s", "0", "--jobs", "2"])
+    again = last_line(capsys)
+    assert again["variants"] == found["variants"] and [one["jobs"] for one in again["variants"]] == [1, 1]
+    assert again["left_out"] == {"dpace": "it would not have ended in time"}
     drafter_choices.main([*arguments[:-1], "half_data", "--steps", "9"])
     assert "other arguments" in last_line(capsys)["left_out"]["half_data"]
+
+
+def test_variants_run_side_by_side_and_are_told_in_the_order_asked(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train_helpers import make_shards
+
+    shards = make_shards(tmp_path / "s", tiny_target)
+    together, ended = threading.Barrier(2), threading.Event()
+
+    def run(name: str, args: Any) -> dict[str, Any]:
+        if name in ("recipe", "dpace"):
+            together.wait(30)  # one at a time, nobody would come
+        if name == "recipe":
+            assert ended.wait(30)
+        if name == "dpace":
+            ended.set()
+        if name == "layers2":
+            raise drafter_choices.CommandError("it failed")
+        return {"variant": name}
+
+    monkeypatch.setattr(drafter_choices, "run", run)
+    (tmp_path / "recipe.yaml").write_text("train: {}")
+    (tmp_path / "out").mkdir()
+    arguments = ["--config", str(tmp_path / "recipe.yaml"), "--shards", str(shards), "--evaluate", "e=none"]
+    arguments += ["--steps", "1", "--out", str(tmp_path / "out"), "--jobs", "2"]
+    arguments += ["--variants", "recipe,dpace,layers2,block8"]
+    drafter_choices.main(arguments)
+    found = last_line(capsys)
+    assert [one["variant"] for one in found["variants"]] == ["recipe", "dpace", "block8"]
+    assert (found["jobs"], found["left_out"]) == (2, {"layers2": "it failed"})
+
+
+def test_a_job_has_its_share_of_the_cores_and_its_own_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "say.py").write_text(
+        "import os, sys; print(os.environ['OMP_NUM_THREADS'], sys.argv[1], flush=True); sys.exit(sys.argv[1] == 'bad')"
+    )
+    monkeypatch.setattr(drafter_choices, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    log = tmp_path / "out" / "recipe.log"
+    drafter_choices.call(["say.py", "well"], 5, log)
+    with pytest.raises(drafter_choices.CommandError, match=r"status 1; .*recipe\.log"):
+        drafter_choices.call(["say.py", "bad"], 5, log)
+    assert log.read_text() == "3 well\n3 bad\n"
+
+
+def test_fewer_than_one_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        drafter_choices.parse(["--config", "c", "--shards", "s", "--evaluate", "e=f", "--steps", "1", "--jobs", "0"])
+    assert "--jobs is 0" in capsys.readouterr().err
