@@ -6,7 +6,6 @@ Shape legend: R rows (tree nodes, padded), D hidden size, H query heads, G key-v
 F feed-forward width, C cache slots, L layers. A cache is (2, G, C, d): keys, then values.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,12 +57,6 @@ def add_norm(
     return out
 
 
-FOLDED_ROWS = 256
-"""Splits times rows of a tile up to which the last of a tile's programs merges them all."""
-MAX_FOLDED = 1 << 14
-"""Tiles times key-value heads whose splits are merged so."""
-
-
 @dataclass(frozen=True, slots=True)
 class Heads:
     """How a fused query-key-value row is laid out: H queries, then G keys, then G values, each of d numbers."""
@@ -109,7 +102,7 @@ def rope_write(
         qkv, queries if queries is not None else qkv, caches, q_weight if q_weight is not None else k_weight, k_weight,
         tables[0], tables[1], depths, length, eps, qkv.stride(0), num_heads * heads.dim, caches.stride(0),
         caches.stride(1), caches.stride(2), NUM_Q=heads.num_queries, NUM_KV=heads.num_kv, HALF=heads.dim // 2,
-        HEADS=heads_a_program, HAS_NORM=norms is not None, num_warps=2, **launch_options(qkv, after_kernel=True),
+        HEADS=heads_a_program, HAS_NORM=norms is not None, num_warps=2, **launch_options(qkv),
     )  # fmt: skip
 
 
@@ -188,17 +181,14 @@ def tree_attention(
     if splits > 1:
         partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
         sums = queries.new_empty(splits * rows * num_heads, dtype=torch.float32)
-    tiles, arrived = -(-rows * group // block_m), depths
-    folds = splits > 1 and splits * min(rows * group, block_m) <= FOLDED_ROWS and tiles * cache.shape[1] <= MAX_FOLDED
-    if folds:
-        arrived = _arrived(queries.device)
-    tree_attention_kernel[(tiles, cache.shape[1], splits)](
-        queries, cache, mask, depths, length, out, partial, sums, arrived, rows, mask.stride(0), cache.stride(0),
-        cache.stride(1), scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
-        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, FOLDS=folds, num_warps=warps, num_stages=stages,
-        **launch_options(out, after_kernel=True),
+    tree_attention_kernel[(-(-rows * group // block_m), cache.shape[1], splits)](
+        queries, cache, mask, depths, length, out, partial, sums, rows, mask.stride(0), cache.stride(0),
+        cache.stride(1),
+        scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
+        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages,
+        **launch_options(out),
     )  # fmt: skip
-    if splits > 1 and not folds:
+    if splits > 1:
         total = rows * num_heads
         heads_a_program = 1 if total <= 2048 else 4
         merge_kernel[(-(-total // heads_a_program),)](
@@ -206,12 +196,6 @@ def tree_attention(
             **launch_options(out),
         )  # fmt: skip
     return out
-
-
-@functools.cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters of finished splits: passes run one after another, and each leaves them at zero."""
-    return torch.zeros(MAX_FOLDED, dtype=torch.int32, device=device)
 
 
 def attention_shape(

@@ -18,15 +18,12 @@ NUM_MULTIPROCESSORS = 132
 """Programs that fill a Hopper GPU once; decides only how far attention is split."""
 
 
-OVERLAPS_ATTENTION = os.environ.get("DFLASH_ATTENTION_OVERLAP", "1") == "1"
-
-
-def launch_options(tensor: Tensor, *, after_kernel: bool = False) -> dict[str, bool]:
+def launch_options(tensor: Tensor) -> dict[str, bool]:
     """Programmatic dependent launch on Hopper and later: a kernel starts while the one before it ends, then waits.
 
     ``tensor`` has one row for every row of the pass. Beyond few rows, between cuBLAS's products, it does not pay.
     """
-    overlaps = OVERLAP and tensor.is_cuda and (tensor.shape[0] <= SKINNY_ROWS or (after_kernel and OVERLAPS_ATTENTION))
+    overlaps = OVERLAP and tensor.is_cuda and tensor.shape[0] <= SKINNY_ROWS
     if overlaps and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -3,7 +3,7 @@ one pass.
 
 The keys of both parts lie in one cache: prefix in slots 0 … length - 1, tree row r in slot length + r. The
 tiles of both parts are dealt evenly to ``num_splits`` programs, whose partial results are merged by
-log-sum-exp: by the program that ends last, or by a kernel of its own where that would be too much for one. The query heads that share a key-value head are packed into one tile: query row r of head g is
+log-sum-exp. The query heads that share a key-value head are packed into one tile: query row r of head g is
 tile row r * GROUP + g.
 
 Shape legend: R rows, H query heads, G key-value heads, GROUP = H / G, d head dimension, C cache slots, S
@@ -28,16 +28,12 @@ def _absorb(scores, values, best, weight, total):
 
 @triton.jit
 def tree_attention_kernel(
-    queries, cache, mask, depths, length, out, partial, log_sums, arrived, num_rows, mask_stride, value_stride,
-    head_stride, scale,
+    queries, cache, mask, depths, length, out, partial, log_sums, num_rows, mask_stride, value_stride, head_stride,
+    scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, FOLDS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits.
-
-    FOLDS: the last of a tile's splits merges them, in their order; ``arrived`` (tiles * G,) int32 counts them, zeros before
-    and after.
-    """
+    """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
@@ -115,35 +111,6 @@ def tree_attention_kernel(
         tl.store(partial + at[:, None] * DIM + dim[None, :], result, mask=used[:, None])
         log_sum = tl.where(weight > 0, best + tl.math.log2(safe), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=used)
-        if FOLDS:
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            counter = arrived + tile * tl.num_programs(1) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-                at = row * HEADS + head
-                _fold(partial, log_sums, out, at, num_rows * HEADS, used, SPLITS, BLOCK_M, DIM)
-                tl.store(counter, 0)
-
-
-@triton.jit
-def _fold(
-    partial, log_sums, out, at, num_heads_total, used, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr
-):
-    """As ``merge_kernel``, for the rows and heads ``at`` (BLOCK_M,); what other programs stored is read from the L2 cache."""
-    dim = tl.arange(0, DIM)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        log_sum = tl.load(log_sums + split * num_heads_total + at, mask=used, other=0.0, cache_modifier=".cg")
-        best = tl.maximum(best, log_sum)
-    total = tl.zeros((BLOCK_M, DIM), tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    for split in range(SPLITS):
-        log_sum = tl.load(log_sums + split * num_heads_total + at, mask=used, other=0.0, cache_modifier=".cg")
-        share = tl.math.exp2(log_sum - best)
-        source = partial + (split * num_heads_total + at).to(tl.int64)[:, None] * DIM + dim[None, :]
-        total += share[:, None] * tl.load(source, mask=used[:, None], other=0.0, cache_modifier=".cg")
-        weight += share
-    result = (total / weight[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * DIM + dim[None, :], result, mask=used[:, None])
 
 
 @triton.jit
