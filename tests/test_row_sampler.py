@@ -70,9 +70,9 @@ def test_responses_have_the_targets_distribution(method: Method) -> None:
         said = engine.decode(prefix, method, sampling=sampling, generator=torch.Generator().manual_seed(seed)).token_ids
         counts[tuple(said[:2])] += 1
     model, expected = tiny_model(), {}
-    first = sampling.probabilities(model(torch.tensor([ids])).logits[:, -1])[0]
+    first = sampling.probabilities(model(torch.tensor([ids], device=model.device)).logits[:, -1])[0]
     for token in first.nonzero().flatten().tolist():
-        second = sampling.probabilities(model(torch.tensor([[*ids, token]])).logits[:, -1])[0]
+        second = sampling.probabilities(model(torch.tensor([[*ids, token]], device=model.device)).logits[:, -1])[0]
         for follower in second.nonzero().flatten().tolist():
             expected[token, follower] = float(first[token] * second[follower])
     assert set(counts) <= set(expected)
