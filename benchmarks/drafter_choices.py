@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from dflash_kit.errors import run_cli  # noqa: E402
 from dflash_kit.provenance import git_commit, package_versions  # noqa: E402
 from dflash_kit.shards import open_shards  # noqa: E402
 
@@ -144,6 +145,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time_limit_s", type=float, help="begin no variant that would end later than this")
     parser.add_argument("--out", default="runs/choices", help="folder for drafters and reports")
     args = parser.parse_args(argv)
+    if not Path(args.config).is_file():
+        parser.error(f"--config is {args.config!r}; name a recipe that is there, as configs/smollm2-h200.yaml")
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}; at least 1 is needed")
     odd = [pair for pair in args.evaluate if not all(pair.partition("="))]
@@ -284,5 +287,11 @@ def summary(args: argparse.Namespace, results: list[dict[str, Any]], left_out: d
     }
 
 
+def command(argv: list[str] | None = None) -> int:
+    """``main`` from a shell."""
+    main(argv)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_cli(command))
