@@ -77,18 +77,20 @@ def engine(trained: dict[str, Any], kind: str, eos: tuple[int, ...] = ()) -> Eng
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["portable", "fused"])
 def test_greedy_answers_are_those_of_autoregressive_decoding(trained: dict[str, Any], kind: str) -> None:
-    """Rounds as a drafter's own mistakes make them; as many tokens as were asked for are compared in test_hybrid.py."""
-    found, rounds, said = engine(trained, kind), 0, 0
+    """Rounds as a drafter's own mistakes make them; as many tokens by each method are compared in test_hybrid.py."""
+    found, compared, rounds, said = engine(trained, kind), 0, 0, 0
     rejected_at_the_root = full = False
     for prompt, answer in zip(trained["prompts"], trained["answers"], strict=True):
         prefix = found.prefill(prompt, NEW_TOKENS, max(BUDGETS))
         for method in METHODS:
             done = found.decode(prefix, method)
             assert done.token_ids == answer, method
+            compared += len(answer)
             rejected_at_the_root |= method.budget > 0 and 0 in done.log.num_accepted
             full |= 7 in done.log.num_accepted
             if method == METHODS[-1]:
                 rounds, said = rounds + len(done.log.num_accepted), said + len(answer)
+    assert compared >= 2000
     assert rejected_at_the_root and full
     assert said / rounds > 2, "the drafter accepts next to nothing, so trees were hardly tested"
     assert len({tuple(answer[-20:]) for answer in trained["answers"]}) > 2, "the target says the same whatever it reads"
