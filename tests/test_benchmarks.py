@@ -365,7 +365,15 @@ def test_a_job_has_its_share_of_the_cores_and_its_own_log(tmp_path: Path, monkey
     assert log.read_text() == "3 well\n3 bad\n"
 
 
-def test_fewer_than_one_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "says"), [("--jobs", "0", "--jobs is 0"), ("--config", "none.yaml", "--config is 'none.yaml'")]
+)
+def test_no_jobs_and_a_missing_recipe_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, says: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("train: {}")
+    given = {"--config": str(tmp_path / "recipe.yaml"), "--shards": "s", "--evaluate": "e=f", "--steps": "1"}
+    given[flag] = value
     with pytest.raises(SystemExit):
-        drafter_choices.parse(["--config", "c", "--shards", "s", "--evaluate", "e=f", "--steps", "1", "--jobs", "0"])
-    assert "--jobs is 0" in capsys.readouterr().err
+        drafter_choices.parse([part for pair in given.items() for part in pair])
+    assert says in capsys.readouterr().err
