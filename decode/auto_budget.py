@@ -5,7 +5,7 @@ expected to give 1 + ΣP tokens: the bonus token, and each node with the probabi
 first, and the round takes the n with the largest (1 + ΣP) / C(n), 0 among them.
 
 Only sizes that were measured are taken, and these fill the tiles that matrix products compute in: on a CPU 3 rows may take longer
-than 4 (anchor and nodes), so what lies between two measured sizes is not known.
+than 4 (anchor and nodes), so what lies between two measured sizes is not known. In the fused engine each size is a graph of its own.
 
 The choice rests on the drafter's distributions, on clocks and on earlier rounds, never on the target's tokens of this round: the
 output stays the target's own.
@@ -22,10 +22,8 @@ import numpy as np
 from torch import Tensor
 
 from dflash_kit.acceptance import RoundLog
-from dflash_kit.tree import Tree, build_tree, empty_tree
+from dflash_kit.tree import Tree, build_tree, empty_tree, path_log_probs
 
-FIXED_STAGES, ROW_STAGES = ("draft", "build", "commit"), ("verify", "walk")
-"""Stages that take as long whatever the tree, and those that grow with it."""
 REPETITIONS, REPETITIONS_LARGE = 7, 2
 """Passes of each size in a calibration, and of those above LARGE; the fastest counts, since other work only ever adds."""
 LARGE = 32
@@ -66,11 +64,13 @@ class CostTable:
 
 
 def measure_costs(
-    draft: Callable[[], Tensor],
-    verify: Callable[[Tree], Any],
+    draft: Callable[[], Any],
+    verify: Callable[[int], Any],
     *,
+    most_tokens: int,
     context_tokens: int,
-    cap: int,
+    sizes: Sequence[int],
+    make_ready: Callable[[int], Any] = lambda largest: None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Time drafts and verifications of growing trees; nothing may be committed by either.
@@ -78,35 +78,42 @@ def measure_costs(
     The ladder ends before a size that cannot pay: all M + 1 tokens from it would come slower than one from no tree.
 
     Args:
-        draft: gives draft logits (M, V).
-        verify: verifies a tree and chooses the target's tokens.
+        draft: drafts a block.
+        verify: verifies the best n nodes of that draft and chooses the target's tokens.
+        most_tokens: that a round can give, M + 1.
         context_tokens: kept in the table.
-        cap: largest tree.
+        sizes: nodes of the trees that are measured, ascending from 0.
+        make_ready: called between a draft and its verifications with the largest of their sizes; not timed.
         now_s: clock; it must wait for the device.
     """
-    sizes, draft_s = ladder(cap), float("inf")
+    sizes, draft_s = list(sizes), float("inf")
     verify_s: dict[int, float] = {}
     for repetition in range(REPETITIONS):
         if repetition == REPETITIONS_LARGE:
             sizes = [size for size in sizes if size <= LARGE]
         start_s = now_s()
-        logits = draft()
+        draft()
         draft_s = min(draft_s, now_s() - start_s)
-        tree = build_tree(logits, sizes[-1])
+        make_ready(sizes[-1])
         for size in sizes:
             start_s = now_s()
-            verify(tree.prefix(size))
+            verify(size)
             seconds = min(verify_s.get(size, float("inf")), now_s() - start_s)
-            if size and draft_s + seconds > (len(logits) + 1) * (draft_s + verify_s[0]):
+            if size and draft_s + seconds > most_tokens * (draft_s + verify_s[0]):
                 sizes = [s for s in sizes if s < size]
                 break
             verify_s[size] = seconds
     return CostTable(context_tokens, draft_s, tuple(verify_s), tuple(verify_s.values()))
 
 
-def ladder(cap: int) -> list[int]:
-    """Nodes of the trees that are measured: 0, 3, 7, 11 … and ``cap``."""
-    rows = list(ROWS)
+def ladder(cap: int, small_rows: Sequence[int] = ROWS) -> list[int]:
+    """Nodes of the trees that are measured: 0, 3, 7, 11 … and ``cap``.
+
+    Args:
+        cap: largest tree.
+        small_rows: anchor and nodes of the small ones; beyond the last they double.
+    """
+    rows = list(small_rows)
     while rows[-1] <= cap:
         rows.append(2 * rows[-1])
     return [*(n - 1 for n in rows if n <= cap), cap]
@@ -187,42 +194,46 @@ class AutoBudget:
         while size:
             tree = build_tree(logits, size)
             gains = path_probabilities(tree, logits)
-            within, beyond = sizes[sizes <= len(tree)], sizes[sizes > len(tree)]
-            rates = expected_tokens(gains)[within] / seconds[within]
-            num_nodes, rate = int(within[rates.argmax()]), float(rates.max())
+            num_nodes, rate = self._best(expected_tokens(gains))
+            beyond = sizes[sizes > len(tree)]
             if len(tree) < size or not could_be_better(gains, beyond, seconds, rate):
                 self._size = max(FIRST_SIZE, min(size, 2 * num_nodes))
                 return tree.prefix(num_nodes)
             size = min(2 * size, self._current.max_nodes)
         return empty_tree()
 
-    def observe(self, tree: Tree, stage_s: dict[str, float]) -> None:
+    def choose(self, expected: Array) -> int:
+        """Nodes to verify of a tree that is built.
+
+        Args:
+            expected: (n + 1,) tokens of a round that verifies its first 0 … n nodes.
+        """
+        return self._best(expected)[0]
+
+    def _best(self, expected: Array) -> tuple[int, float]:
+        """The measured size within a tree that gives most tokens per second, and how many."""
+        assert self._current is not None, "prepare comes first"
+        sizes, seconds = self._current.sizes(), self._current.seconds()
+        within = sizes[sizes < len(expected)]
+        rates = expected[within] / seconds[within]
+        return int(within[rates.argmax()]), float(rates.max())
+
+    def observe(self, num_nodes: int, fixed_s: float, verify_s: float) -> None:
         """Take in a finished round.
 
         Args:
-            tree: that was verified.
-            stage_s: seconds of the round by stage.
+            num_nodes: that were verified.
+            fixed_s: seconds of what takes as long whatever the tree.
+            verify_s: seconds of what grows with it.
         """
         assert self._current is not None
-        self.chosen.append(len(tree))
-        fixed_s, verify_s = (sum(stage_s[name] for name in names) for names in (FIXED_STAGES, ROW_STAGES))
-        self._current.observe(len(tree), fixed_s, verify_s)
+        self.chosen.append(num_nodes)
+        self._current.observe(num_nodes, fixed_s, verify_s)
 
 
 def path_probabilities(tree: Tree, logits: Tensor) -> Array:
-    """(n,) probability of each node's path under the drafter.
-
-    Args:
-        tree: built of the logits.
-        logits: (M, V).
-    """
-    scores = logits.float()
-    of_token = scores[tree.depths - 1, tree.tokens.to(scores.device)].cpu()
-    log_probs = (of_token - scores.logsumexp(dim=-1).cpu()[tree.depths - 1]).tolist()
-    sums = [0.0]
-    for parent, log_prob in zip(tree.parents.tolist(), log_probs, strict=True):
-        sums.append(sums[parent] + log_prob)
-    return np.exp(np.array(sums[1:]))
+    """(n,) probability of each node's path under the drafter; arguments as for ``path_log_probs``."""
+    return np.exp(path_log_probs(tree, logits).numpy())
 
 
 def expected_tokens(gains: Array) -> Array:

@@ -13,7 +13,6 @@ from .auto_report import keep_costs
 from .batch_engine import BatchEngine
 from .batch_live import BatchEvaluation, batch_sizes
 from .batch_memory import describe_batch, require_batch_fits
-from .engine import Engine
 from .engines import open_engine
 from .illustrate import draw_live
 from .inputs import Inputs
@@ -54,9 +53,9 @@ def decode_live(
         decode_elsewhere(config, inputs, store, methods, dtype, benchmarks, tokenizer)
     elif done < num_prompts:
         engine = open_engine(config, inputs, methods, device, dtype, num_prompts - done)
-        if isinstance(engine, Engine):
+        if not isinstance(engine, BatchEngine):
             engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
-        if isinstance(engine, BatchEngine):
+        else:
             require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)
         with EvaluationProgress(num_prompts, done) as progress:
             hooks: dict[str, Any] = {

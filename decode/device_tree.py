@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kit.tree import ancestor_mask, build_tree, chain_tree
+from dflash_kit.tree import ancestor_mask, build_tree, chain_tree, path_log_probs
 
 from .fused_ops import pack_mask, uses_kernels
 
@@ -73,6 +73,15 @@ class TreeBuffers:
         self.mask.copy_(pack_mask(seen))
         self.num_nodes.fill_(count)
 
+    def take_best(self, larger: "TreeBuffers", count: int) -> None:
+        """The first ``count`` nodes of a tree in buffers of no fewer rows: the best of them, whose parents are among them."""
+        rows, words = self.mask.shape
+        self.tokens.copy_(larger.tokens[:rows])
+        self.depths.copy_(larger.depths[:rows])
+        self.parents.copy_(larger.parents[:rows])
+        self.mask.copy_(larger.mask[:rows, :words])
+        torch.clamp(larger.num_nodes, max=count, out=self.num_nodes)
+
     def set_chain(self) -> None:
         """The shape of a chain over all rows; only tokens change from then on."""
         rows = torch.arange(self.num_rows, dtype=torch.int32)
@@ -83,12 +92,16 @@ class TreeBuffers:
 
 
 class TreeBuilder:
-    """Builds trees of one budget into `TreeBuffers`, without a host synchronisation on a GPU."""
+    """Builds trees of one budget into `TreeBuffers`, without a host synchronisation on a GPU.
+
+    ``log_probs`` (R,) float64 holds what the drafter thinks of each node's path; rows that are no nodes hold anything.
+    """
 
     def __init__(self, num_depths: int, vocab_size: int, budget: int, tree: TreeBuffers) -> None:
         assert 1 <= budget <= MAX_BUDGET and budget < tree.num_rows, f"budget {budget} in {tree.num_rows} rows"
         assert 1 <= num_depths <= MAX_DEPTHS, f"{num_depths} depths; the tie-breaking words hold {MAX_DEPTHS}"
         self.num_depths, self.budget, self.tree = num_depths, budget, tree
+        self.log_probs = torch.zeros(tree.num_rows, dtype=torch.float64, device=tree.tokens.device)
         self.num_ranks = min(budget, vocab_size)
         self.num_chunks = -(-vocab_size // LOGIT_CHUNK)
         width = 1 << (budget - 1).bit_length()
@@ -100,6 +113,7 @@ class TreeBuilder:
         if not uses_kernels(logits):
             built = build_tree(logits, self.budget)
             self.tree.set_nodes(built.tokens, built.depths, built.parents)
+            self.log_probs[1 : len(built) + 1] = path_log_probs(built, logits)
             return
         scratch = self._buffers(logits.device)
         values, token_ids = logits.topk(self.num_ranks, dim=-1, sorted=False)
@@ -173,7 +187,8 @@ class TreeBuilder:
         order_kernel[(self.frontier // 16,)](
             s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"],
             s["record_rows"],
-            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, tree.num_nodes, self.num_depths,
+            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, self.log_probs, tree.num_nodes,
+            self.num_depths,
             self.num_ranks,
             self.budget, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier), num_warps=4,
         )  # fmt: skip

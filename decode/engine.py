@@ -22,12 +22,14 @@ from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import Tree, build_tree, chain_tree, empty_tree
 
-from .auto_budget import AutoBudget, CostTable, measure_costs
+from .auto_budget import AutoBudget, CostTable, ladder, measure_costs
 from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
 from .walk import Walk, walk
 
 STAGES = ("draft", "build", "verify", "walk", "commit")
+ROW_STAGES = ("verify", "walk")
+"""Stages that grow with the tree; the others take as long whatever it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,21 +196,37 @@ class Engine:
             if method.budget:
                 self._extend(taps)
         if is_auto:
-            self.auto_budget.observe(tree, {stage: clock.seconds[stage] - before_s[stage] for stage in STAGES})
+            stage_s = {stage: clock.seconds[stage] - before_s[stage] for stage in STAGES}
+            verify_s = sum(stage_s[stage] for stage in ROW_STAGES)
+            self.auto_budget.observe(len(tree), sum(stage_s.values()) - verify_s, verify_s)
         return done
 
     @torch.no_grad()
     def _measure_costs(self, anchor: int, cap: int, sampling: Sampling) -> CostTable:
         """Time a draft and verifications behind the committed tokens; nothing is committed."""
+        assert self.drafter is not None
+        logits, tree = torch.empty(0), empty_tree()
 
-        def verify(tree: Tree) -> None:
-            walk(tree, choose_tokens(self.target.verify(anchor, tree), sampling), eos_token_ids=(), limit=len(tree) + 1)
+        def draft() -> None:
+            nonlocal logits
+            logits = self._draft(anchor)
+
+        def build(largest: int) -> None:
+            nonlocal tree
+            tree = build_tree(logits, largest)
+
+        def verify(size: int) -> None:
+            asked = tree.prefix(size)
+            chosen = choose_tokens(self.target.verify(anchor, asked), sampling)
+            walk(asked, chosen, eos_token_ids=(), limit=size + 1)
 
         return measure_costs(
-            lambda: self._draft(anchor),
+            draft,
             verify,
+            most_tokens=self.drafter.config.num_draft_tokens + 1,
             context_tokens=self.target.num_committed,
-            cap=cap,
+            sizes=ladder(cap),
+            make_ready=build,
             now_s=self.now_s,
         )
 

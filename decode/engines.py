@@ -2,6 +2,7 @@
 
 import torch
 
+from dflash_kit.acceptance import DDTREE_AUTO
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target import decoder_layers, load_target
@@ -45,6 +46,8 @@ def open_engine(
         reason = "no target with experts has been decoded with it on a GPU yet; --engine fused takes them"
     if config.engine == "auto" and not reason and config.temperature > 0:
         reason = "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
+    if config.engine == "auto" and not reason and any(name == DDTREE_AUTO for name, _ in methods):
+        reason = "budgets auto have not been tried with it on a GPU yet; --engine fused takes them"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: a round is one CUDA graph", flush=True)
         max_budget = max(budget for _, budget in methods)

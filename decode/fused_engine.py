@@ -1,8 +1,7 @@
 """The engine for NVIDIA GPUs: decoding of one prompt at a time, each round one CUDA graph and one small read.
 
 It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds (at a temperature above 0, rounds
-of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, budgets chosen round by round, very
-wide blocks) stays with that one.
+of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, very wide blocks) stays with that one.
 """
 
 import time
@@ -16,6 +15,8 @@ from dflash_kit.acceptance import CHAIN, DDTREE_AUTO, RoundLog
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 
+from .auto_budget import AutoBudget
+from .auto_round import AutoRound
 from .engine import Generation, Method, Prefix, require_context, require_finite
 from .fused_drafter import FusedDrafter
 from .fused_round import FusedRound
@@ -33,8 +34,6 @@ CACHE_SHARE = 0.5
 
 def reason_against(model: Any, drafter: Drafter, methods: Collection[tuple[str, int]]) -> str | None:
     """Why the fused engine cannot do this job; None when it can."""
-    if any(name == DDTREE_AUTO for name, _ in methods):
-        return "it has one graph for each budget and does not choose one each round, as budgets auto asks"
     if drafter.config.block_size > MAX_BLOCK_SIZE:
         return f"the block size is {drafter.config.block_size}, above {MAX_BLOCK_SIZE}"
     if max(budget for _, budget in methods) > MAX_BUDGET:
@@ -71,7 +70,8 @@ class FusedEngine:
         kind = HybridTarget if is_hybrid(model) else FusedTarget
         self.target = kind(model, drafter.config.target_layer_ids, self.max_context, rows)
         self.drafter = FusedDrafter(drafter, self.target)
-        self._rounds: dict[tuple[Method, Sampling], FusedRound] = {}
+        self.auto_budget = AutoBudget()
+        self._rounds: dict[tuple[Method, Sampling], FusedRound | AutoRound] = {}
         self._first: Tensor | None = None
 
     @torch.no_grad()
@@ -125,15 +125,20 @@ class FusedEngine:
             cut=cut,
             stage_s={"round": decode_s},
             decode_s=decode_s,
+            budgets=tuple(self.auto_budget.chosen) if method.name == DDTREE_AUTO else (),
         )
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
 
-    def _round(self, method: Method, sampling: Sampling) -> FusedRound:
+    def _round(self, method: Method, sampling: Sampling) -> FusedRound | AutoRound:
         key = method, sampling
         if key not in self._rounds:
             budget = None if method.name == CHAIN else method.budget
-            self._rounds[key] = FusedRound(self.target, self.drafter if method.budget else None, budget, sampling)
+            self._rounds[key] = (
+                AutoRound(self.target, self.drafter, method.budget, sampling, self.auto_budget, self._now_s)
+                if method.name == DDTREE_AUTO
+                else FusedRound(self.target, self.drafter if method.budget else None, budget, sampling)
+            )
         return self._rounds[key]
 
     def _now_s(self) -> float:

@@ -6,7 +6,9 @@ anchor's token stands in the drafter's slots and in the tree's root row, ``lengt
 Shape legend: B block size, R rows, P walk length, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +17,24 @@ from torch import Tensor
 from dflash_kit.errors import KitError
 
 from .cuda_graphs import capture
-from .device_tree import TreeBuilder, WalkBuffers, walk
+from .device_tree import TreeBuffers, TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
 from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, padded_rows
 from .row_sampler import RowSampler
 from .sampling import GREEDY, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What somebody else drafts for a round.
+
+    Attributes:
+        tree: of at least as many nodes as the round takes.
+        anchor: (1,) int64 that it stands on; the round puts the next one there.
+    """
+
+    tree: TreeBuffers
+    anchor: Tensor
 
 
 class FusedRound:
@@ -28,28 +43,35 @@ class FusedRound:
     Args:
         budget: nodes of a tree; 0 decodes token by token; None drafts the chain.
         sampling: how the target's token behind a row is chosen; drawn by the device's default generator above temperature 0.
+        drafted: the round takes the best ``budget`` nodes of this tree, and drafts none itself.
     """
 
     def __init__(
-        self, target: FusedTarget, drafter: FusedDrafter | None, budget: int | None, sampling: Sampling = GREEDY
+        self,
+        target: FusedTarget,
+        drafter: FusedDrafter | None,
+        budget: int | None,
+        sampling: Sampling = GREEDY,
+        drafted: Drafted | None = None,
     ) -> None:
         if budget != 0 and drafter is None:
             raise KitError(f"a round with budget {budget} needs a drafter; only budget 0 decodes without one")
-        self.target, self.drafter, self.budget = target, drafter, budget
+        self.target, self.drafter, self.budget, self.drafted = target, drafter, budget, drafted
         self.depth = drafter.config.num_draft_tokens if drafter is not None and budget != 0 else 0
         nodes = self.depth if budget is None else budget
         self.step = target.new_pass(padded_rows(nodes + 1))
         self.tree = self.step.tree
         self.sampler = None if sampling.is_greedy else RowSampler(sampling, self.step.logits)
         self.walked = WalkBuffers.allocate(self.depth, target.device)
-        self.anchor = torch.zeros(1, dtype=torch.long, device=target.device)
+        self.anchor = drafted.anchor if drafted else torch.zeros(1, dtype=torch.long, device=target.device)
         self.builder: TreeBuilder | None = None
-        if self.depth:
+        if self.depth and drafted is None:
             self.builder = TreeBuilder(self.depth, target.head.shape[0], max(nodes, 1), self.tree)
         if budget is None:
             self.tree.set_chain()
-        self._graphs: dict[bool, Any] = {}
-        self._held = 0
+        self._graphs = RoundGraphs(target, self._work, self.anchor)
+        self.held = 0
+        """Committed tokens, as the host counts them."""
 
     @torch.no_grad()
     def start(self, input_ids: Tensor) -> int:
@@ -63,7 +85,7 @@ class FusedRound:
 
         _, choice = self.target.prefill(input_ids, extend)
         self.anchor.copy_(choice)
-        self._held = input_ids.numel()
+        self.held = input_ids.numel()
         return int(choice)
 
     @torch.no_grad()
@@ -76,26 +98,24 @@ class FusedRound:
         """
         self.target.rewind(num_tokens)
         self.anchor.copy_(anchor)
-        self._held = num_tokens
+        self.held = num_tokens
 
     @torch.no_grad()
     def advance(self) -> list[int]:
         """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them."""
         self.launch()
         said = torch.cat([self.walked.num_accepted.long(), self.walked.emitted]).tolist()
-        self._held += said[0] + 1
+        self.held += said[0] + 1
         return said[1 : said[0] + 2]
 
     @torch.no_grad()
     def launch(self) -> None:
         """One round without reading its result."""
-        if not self.target.embedding.is_cuda:
-            self._work()
-            return
-        self.target.long_context = self._held > LONG_CONTEXT_TOKENS
-        if self.target.long_context not in self._graphs:
-            self._graphs[self.target.long_context] = self._capture(self._work)
-        self._graphs[self.target.long_context].replay()
+        self._graphs.launch(self.held)
+
+    def make_ready(self) -> None:
+        """Capture the round's graph, if need be, without a round."""
+        self._graphs.capture(self.held)
 
     def _work(self) -> None:
         for stage in self.stages().values():
@@ -104,7 +124,9 @@ class FusedRound:
     def stages(self) -> dict[str, Callable[[], None]]:
         """The parts of a round, in order, by name; the benchmark times them one by one."""
         parts: dict[str, Callable[[], None]] = {}
-        if self.depth:
+        if self.drafted is not None:
+            parts["take"] = self._take
+        elif self.depth:
             parts["draft"] = self._draft
             parts["build"] = self._build
         parts["verify"] = self._verify
@@ -124,6 +146,10 @@ class FusedRound:
         else:
             self.builder.build(logits)
 
+    def _take(self) -> None:
+        assert self.drafted is not None and self.budget is not None
+        self.tree.take_best(self.drafted.tree, self.budget)
+
     def _verify(self) -> None:
         self.tree.tokens[:1].copy_(self.anchor)
         self.target.run(self.step)
@@ -138,15 +164,50 @@ class FusedRound:
             self.drafter.extend(self.step.taps.index_select(0, self.walked.path[:count].long()))
         self.target.length += self.walked.num_accepted + 1
 
-    def _capture(self, work: Callable[[], None]) -> Any:
-        """Capture a round without leaving a trace: warm-up rounds advance the state and draw numbers, so put both back."""
-        held = [(tensor, tensor.clone()) for tensor in (*self.target.carried(), self.anchor)]
-        numbers = torch.cuda.get_rng_state(self.target.device)
-        graph = capture(work)
-        torch.cuda.set_rng_state(numbers, self.target.device)
-        for tensor, before in held:
-            tensor.copy_(before)
-        return graph
+
+class RoundGraphs:
+    """Work of a round: on a GPU one CUDA graph for short contexts and one for long ones, each captured when first needed.
+
+    Args:
+        work: repeatable but for ``target.carried()`` and ``anchor``.
+        anchor: (1,) int64.
+    """
+
+    def __init__(self, target: FusedTarget, work: Callable[[], None], anchor: Tensor) -> None:
+        self._target, self._work, self._anchor = target, work, anchor
+        self._graphs: dict[bool, Any] = {}
+
+    def launch(self, held: int) -> None:
+        """Do the work behind ``held`` committed tokens."""
+        if not self._target.embedding.is_cuda:
+            self._work()
+            return
+        self.capture(held)
+        self._graphs[self._target.long_context].replay()
+
+    def capture(self, held: int) -> None:
+        """Capture the graph for so many committed tokens, unless it is there; nothing on a CPU."""
+        if not self._target.embedding.is_cuda:
+            return
+        self._target.long_context = held > LONG_CONTEXT_TOKENS
+        if self._target.long_context not in self._graphs:
+            with untouched(self._target, self._anchor):
+                self._graphs[self._target.long_context] = capture(self._work)
+
+
+@contextmanager
+def untouched(target: FusedTarget, anchor: Tensor) -> Iterator[None]:
+    """Rounds inside leave no trace: state, anchor and random numbers go on from where they were.
+
+    Cache slots behind the committed tokens do change; every round writes them before it reads them.
+    """
+    held = [(tensor, tensor.clone()) for tensor in (*target.carried(), anchor)]
+    on_gpu = target.embedding.is_cuda
+    numbers = torch.cuda.get_rng_state(target.device) if on_gpu else torch.get_rng_state()
+    yield
+    torch.cuda.set_rng_state(numbers, target.device) if on_gpu else torch.set_rng_state(numbers)
+    for tensor, before in held:
+        tensor.copy_(before)
 
 
 def decode_greedy(

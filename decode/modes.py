@@ -64,8 +64,6 @@ def check_portable_only(config: "EvalConfig") -> None:
         raise ValueError(
             f"batch_size is {config.batch_size}, but budgets has auto, which chooses for one prompt at a time; leave one out"
         )
-    if config.engine == "fused" and chooses:
-        raise ValueError("budgets has auto, but the fused engine decodes with fixed budgets; use --engine portable")
 
 
 def check_benchmarks(names: list[str]) -> None:

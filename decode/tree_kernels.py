@@ -202,10 +202,10 @@ def _path_words(record, used, record_parents, record_ranks, num_depths, FRONTIER
 @triton.jit
 def order_kernel(
     kept_keys, kept_records, num_kept_in, record_parents, record_ranks, record_rows, row_records, ranked_ids, tokens,
-    depths, num_nodes, num_depths, num_ranks, budget,
+    depths, path_log_probs, num_nodes, num_depths, num_ranks, budget,
     FRONTIER: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens and depths."""
+    """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens, depths and scores."""
     num_kept = tl.load(num_kept_in)
     mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
     used = mine < num_kept
@@ -237,6 +237,7 @@ def order_kernel(
     token = tl.load(ranked_ids + depth * num_ranks + rank, mask=stays, other=0)
     tl.store(tokens + row, token, mask=stays)
     tl.store(depths + row, depth + 1, mask=stays)
+    tl.store(path_log_probs + row, -key.to(tl.float64, bitcast=True), mask=stays)
     tl.store(row_records + row, record, mask=stays)
     tl.store(record_rows + record, row, mask=stays)
     if tl.program_id(0) == 0:

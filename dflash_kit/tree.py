@@ -154,6 +154,22 @@ def path_indices(log_probs: Sequence[Sequence[float]], path: Sequence[int], budg
     return indices
 
 
+def path_log_probs(tree: Tree, logits: Tensor) -> Tensor:
+    """(n,) float64 log-probability of each node's path under the drafter, on the CPU.
+
+    Args:
+        tree: built of the logits.
+        logits: (M, V).
+    """
+    scores = logits.float()
+    of_token = scores[tree.depths - 1, tree.tokens.to(scores.device)].cpu()
+    log_probs = (of_token - scores.logsumexp(dim=-1).cpu()[tree.depths - 1]).tolist()
+    sums = [0.0]
+    for parent, log_prob in zip(tree.parents.tolist(), log_probs, strict=True):
+        sums.append(sums[parent] + log_prob)
+    return torch.tensor(sums[1:], dtype=torch.float64)
+
+
 def ancestor_mask(parents: Tensor) -> Tensor:
     """(n + 1, n + 1) bool: row i may look at itself, its ancestors and the root.
 

@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting import OracleEngine, decode_once, generate, tiny_drafter
+from drafting import OracleEngine, OracleFusedEngine, decode_once, generate, tiny_drafter
 from test_eval_cli import evaluate, made, read_report, read_results
 
 from decode.auto_budget import AutoBudget, CostTable, RunningCosts, ladder, measure_costs, summarise_choices
 from decode.auto_report import COSTS_NAME, budget_lines, keep_costs, read_costs
-from decode.engine import Method
-from decode.fused_engine import reason_against
+from decode.auto_round import SMALL_ROWS, AutoRound
+from decode.engine import Engine
+from decode.fused_engine import FusedEngine, reason_against
+from decode.sampling import Sampling
 from decode.target_runner import TargetRunner
 from dflash_kit.acceptance import DDTREE_AUTO, RoundLog
+from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target import load_target
-from dflash_kit.tree import Tree, build_tree
+from dflash_kit.tree import build_tree
+from helpers import HAS_GPU, make_tiny_target
 
 __all__ = ["made"]  # a fixture
 
@@ -78,25 +82,42 @@ class Machine:
         self.seen: list[int] = []
         self.noise = np.random.default_rng(0)
 
-    def draft(self) -> torch.Tensor:
+    def draft(self) -> None:
         self.now_s += self.draft_s * (1 + self.noise.exponential(0.001))
-        return torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
 
-    def verify(self, tree: Tree) -> None:
-        self.seen.append(len(tree))
-        self.now_s += (self.verify_s + self.node_s * len(tree)) * (1 + self.noise.exponential(0.001))
+    def verify(self, num_nodes: int) -> None:
+        self.seen.append(num_nodes)
+        self.now_s += (self.verify_s + self.node_s * num_nodes) * (1 + self.noise.exponential(0.001))
+
+    def build(self, largest: int) -> None:
+        """Not timed."""
+        self.now_s += 100.0
+        self.largest = largest
+
+    def table(self, cap: int) -> CostTable:
+        return measure_costs(
+            self.draft,
+            self.verify,
+            most_tokens=8,
+            context_tokens=9,
+            sizes=ladder(cap),
+            make_ready=self.build,
+            now_s=lambda: self.now_s,
+        )
 
 
 def test_costs_are_measured_up_to_where_no_tree_pays() -> None:
     machine = Machine(draft_s=0.01, verify_s=0.04, node_s=0.002)
-    table = measure_costs(machine.draft, machine.verify, context_tokens=9, cap=1024, now_s=lambda: machine.now_s)
+    table = machine.table(1024)
     assert table.nodes == (0, 3, 7, 11, 15, 23, 31, 47, 63, 127)  # 0.05 s give a token, so 8 must not take over 0.4 s
     assert max(machine.seen) == 255
     assert table.draft_s == pytest.approx(0.01, rel=0.01)
     assert table.verify_s == pytest.approx([0.04 + 0.002 * n for n in table.nodes], rel=0.01)
     assert table.to_dict()["verify_ms"][1] == pytest.approx(46, rel=0.01)
-    small = measure_costs(machine.draft, machine.verify, context_tokens=9, cap=20, now_s=lambda: machine.now_s)
-    assert small.nodes == (0, 3, 7, 11, 15, 20)
+    assert machine.largest == 31  # of the last passes; large trees have fewer
+    assert machine.table(20).nodes == (0, 3, 7, 11, 15, 20)
+    assert ladder(100, SMALL_ROWS) == [0, 7, 15, 23, 31, 47, 63, 95, 100]
+    assert ladder(1024, SMALL_ROWS)[-4:] == [255, 511, 1023, 1024]
     assert [ladder(cap) for cap in (1, 3, 63, 64)] == [[0, 1], [0, 3], LADDER, [*LADDER, 64]]
     assert CostTable(1, 0.0, (0, 4, 6), (1.0, 3.0, 2.0)).verify_s_by_nodes().tolist() == [1, 1.5, 2, 2.5, 3, 2.5, 2]
 
@@ -120,9 +141,7 @@ def test_rounds_correct_a_calibration_that_no_longer_holds() -> None:
     budget = prepared(cheap)
     before = len(budget.tree(logits))
     for _ in range(100):  # drafts now take so long that a round had better bring more
-        budget.observe(
-            build_tree(logits, before), {"draft": 1.0, "build": 0.1, "commit": 0.1, "verify": 0.04, "walk": 0.0}
-        )
+        budget.observe(before, fixed_s=1.2, verify_s=0.04)
     assert len(budget.tree(logits)) > before
 
 
@@ -146,32 +165,24 @@ def test_choices_are_summed_up() -> None:
     assert "budgets" not in RoundLog(num_accepted=(1,)).to_dict()
 
 
-def test_output_is_the_targets_own(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt = load_target(tiny_target), [3, 250, 99, 98]
-    expected = generate(model, prompt, 40)
-    drafter, ends = tiny_drafter(tiny_target)
+@pytest.mark.parametrize("kind", ["portable", "fused"])
+def test_output_is_the_targets_own(kind: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [3, 250, 99, 98]
+    expected = generate(load_target(tiny_target), prompt, 40)
     chosen = set()
     for error_rate in (0.0, 0.3):
-        engine = OracleEngine(
-            TargetRunner(model, drafter.config.target_layer_ids),
-            drafter,
-            ends,
-            eos_token_ids=(),
-            max_context=512,
-            script=prompt + expected,
-            error_rate=error_rate,
-        )
+        engine = oracle_engine(kind, tiny_target, prompt + expected, error_rate)
         for table in (
             None,
             CostTable(4, 1.0, SIZES[:10], tuple(1 + n / 213 for n in SIZES[:10])),
         ):  # measured, and one by which sizes vary
             if table is not None:
-                engine.auto_budget.prepare((), 4, lambda t=table: t)
-                engine._measure_costs = lambda *_args, t=table: t  # type: ignore[method-assign]
-                engine.auto_budget = AutoBudget()
-                monkeypatch.setattr(
-                    RunningCosts, "observe", lambda *_args: None
-                )  # what this machine takes is another matter
+                give = lambda *_args, t=table: t  # noqa: E731
+                monkeypatch.setattr(Engine, "_measure_costs", give)
+                monkeypatch.setattr(AutoRound, "_measure", give)
+                engine.auto_budget._costs.clear()
+                # What this machine takes is another matter.
+                monkeypatch.setattr(RunningCosts, "observe", lambda *_args: None)
             found = decode_once(engine, prompt, DDTREE_AUTO, 64, 40)
             assert found.token_ids == expected
             assert len(found.log.budgets) == len(found.log.num_accepted)
@@ -179,6 +190,35 @@ def test_output_is_the_targets_own(tiny_target: Path, monkeypatch: pytest.Monkey
             chosen |= set(found.log.budgets) if table is not None else set()
         monkeypatch.undo()
     assert len(chosen) > 2
+
+
+def oracle_engine(kind: str, target: Path, script: list[int], error_rate: float) -> Any:
+    model, (drafter, ends) = load_target(target), tiny_drafter(target)
+    common: dict[str, Any] = {"eos_token_ids": (), "max_context": 512, "script": script, "error_rate": error_rate}
+    if kind == "fused":
+        return OracleFusedEngine(model, drafter, max_budget=64, **common)
+    return OracleEngine(TargetRunner(model, drafter.config.target_layer_ids), drafter, ends, **common)
+
+
+@pytest.mark.parametrize("name", ["tiny_target", "hybrid_target"])
+def test_measuring_leaves_the_fused_engine_as_it_was(name: str, request: pytest.FixtureRequest) -> None:
+    engine = oracle_engine("fused", request.getfixturevalue(name), [5] * 60, 0.0)
+    engine.prefill([3, 250, 99, 98], 40, 64)
+    round_ = AutoRound(engine.target, engine.drafter, 24, Sampling(1.0), AutoBudget())
+    round_.anchor.fill_(7)
+    round_._held = 4
+    held = [tensor.clone() for tensor in (*engine.target.carried(), round_.anchor, torch.get_rng_state())]
+    table = round_._measure()
+    for before, after in zip(held, (*engine.target.carried(), round_.anchor, torch.get_rng_state()), strict=True):
+        assert torch.equal(before, after)
+    assert table.context_tokens == 4
+    assert set(table.nodes) <= set(ladder(24, SMALL_ROWS))
+    assert min(table.draft_s, *table.verify_s) > 0
+
+
+@pytest.fixture(scope="module")
+def hybrid_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("hybrid") / "target", model_type="qwen3_5_text")
 
 
 def test_the_command_reports_what_was_chosen(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,16 +266,34 @@ def test_what_cannot_choose_is_refused(made: Path, tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     assert "budgets has auto, which chooses by measured times" in error
     assert error.count("\n") == 1
-    assert evaluate(made, tmp_path / "out", "--budgets=auto", "--engine=fused") == 2
-    error = capsys.readouterr().err
-    assert "the fused engine decodes with fixed budgets" in error
     assert not (tmp_path / "out").exists()
     assert evaluate(made, tmp_path / "out", "--budgets=auto,8k") == 2
     assert "whole numbers from 1 to 4096 or auto" in capsys.readouterr().err
 
 
-def test_the_fused_engine_says_why_it_cannot(tiny_target: Path) -> None:
+def test_reports_of_the_fused_engine_say_what_it_chose(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command takes that engine on GPUs only, so it is put in its place here."""
+
+    def open_fused(config: Any, inputs: Any, methods: list[tuple[str, int]], *_: Any) -> FusedEngine:
+        model, drafter = load_target(inputs.target), Drafter.from_pretrained(config.ckpt)
+        budget = max(budget for _, budget in methods)
+        return FusedEngine(model, drafter, eos_token_ids=(), max_context=512, max_budget=budget)
+
+    monkeypatch.setattr("decode.decoding.open_engine", open_fused)
+    out = tmp_path / "out"
+    assert evaluate(made, out, "--budget=4,16,auto") == 0
+    report = read_report(out)
+    (entry,) = (e for e in report["results"] if e["method"] == DDTREE_AUTO)
+    assert entry["differing_tokens"] == 0
+    assert sum(bin_["rounds"] for bin_ in entry["chosen_budgets"]["histogram"]) == entry["rounds"]
+    assert set(report["auto_costs"][0]["nodes"]) <= {0, 7, 15, 16}
+
+
+def test_the_fused_engine_takes_it(tiny_target: Path) -> None:
     drafter: Any = tiny_drafter(tiny_target)[0]
-    methods = [(DDTREE_AUTO, 64)]
-    assert "budgets auto" in str(reason_against(load_target(tiny_target), drafter, methods))
-    assert Method(DDTREE_AUTO, 64).budget == 64
+    model = load_target(tiny_target)
+    if HAS_GPU:
+        model = model.bfloat16()
+    assert reason_against(model, drafter, [(DDTREE_AUTO, 64)]) is None

@@ -23,7 +23,7 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
-from dflash_kit.tree import ancestor_mask, build_tree
+from dflash_kit.tree import ancestor_mask, build_tree, path_log_probs
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
@@ -211,7 +211,8 @@ def test_device_tree_equals_the_heap() -> None:
             if dtype == torch.bfloat16:  # equal logits are common there; keep the cut at the last rank unambiguous
                 logits = logits.float()
             buffers = TreeBuffers.allocate(padded_rows(budget + 1), DEVICE)
-            TreeBuilder(depths, vocab, budget, buffers).build(logits.to(DEVICE))
+            builder = TreeBuilder(depths, vocab, budget, buffers)
+            builder.build(logits.to(DEVICE))
             tree = build_tree(logits, budget)
             count = len(tree)
             assert int(buffers.num_nodes) == count
@@ -220,6 +221,22 @@ def test_device_tree_equals_the_heap() -> None:
             assert buffers.parents[1 : count + 1].tolist() == tree.parents.tolist()
             mask = fused_ops.unpack_mask(buffers.mask.cpu())[: count + 1, : count + 1]
             assert torch.equal(mask, ancestor_mask(tree.parents))
+            log_probs = builder.log_probs[1 : count + 1].cpu()
+            assert torch.allclose(log_probs, path_log_probs(tree, logits), rtol=0, atol=1e-5)
+            for size in (0, 7, count):
+                best = TreeBuffers.allocate(padded_rows(size + 1), DEVICE)
+                best.take_best(buffers, size)
+                smaller = tree.prefix(size)
+                rows = slice(1, size + 1)
+                assert int(best.num_nodes) == size
+                for ours, exact in (
+                    (best.tokens, smaller.tokens),
+                    (best.depths, smaller.depths),
+                    (best.parents, smaller.parents),
+                ):
+                    assert ours[rows].tolist() == exact.tolist()
+                mask = fused_ops.unpack_mask(best.mask.cpu())[: size + 1, : size + 1]
+                assert torch.equal(mask, ancestor_mask(smaller.parents))
 
 
 def test_walk_follows_choices() -> None:
