@@ -68,7 +68,7 @@ def main() -> None:
     name = "portable"
     if arguments.device != "cpu":
         live_drafter = Drafter.from_pretrained(arguments.ckpt, **place)
-        reason = reason_against(model, live_drafter, [(m.name, m.budget) for m in methods], 0.0)
+        reason = reason_against(model, live_drafter, [(m.name, m.budget) for m in methods])
         if reason is None:
             name = "fused"
             context = min(spec.max_position_embeddings, max(map(len, prompts)) + arguments.max_new_tokens)

@@ -13,7 +13,6 @@ output stays the target's own.
 Shape legend: M depths, V vocabulary, n nodes.
 """
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +66,11 @@ def measure_costs(
     draft: Callable[[], Any],
     verify: Callable[[int], Any],
     *,
+    prepare: Callable[[int], Any],
     most_tokens: int,
     context_tokens: int,
     sizes: Sequence[int],
-    make_ready: Callable[[int], Any] = lambda largest: None,
-    now_s: Callable[[], float] = time.perf_counter,
+    now_s: Callable[[], float],
 ) -> CostTable:
     """Time drafts and verifications of growing trees; nothing may be committed by either.
 
@@ -80,10 +79,10 @@ def measure_costs(
     Args:
         draft: drafts a block.
         verify: verifies the best n nodes of that draft and chooses the target's tokens.
+        prepare: called before each verification of n nodes; not timed.
         most_tokens: that a round can give, M + 1.
         context_tokens: kept in the table.
         sizes: nodes of the trees that are measured, ascending from 0.
-        make_ready: called between a draft and its verifications with the largest of their sizes; not timed.
         now_s: clock; it must wait for the device.
     """
     sizes, draft_s = list(sizes), float("inf")
@@ -94,8 +93,8 @@ def measure_costs(
         start_s = now_s()
         draft()
         draft_s = min(draft_s, now_s() - start_s)
-        make_ready(sizes[-1])
         for size in sizes:
+            prepare(size)
             start_s = now_s()
             verify(size)
             seconds = min(verify_s.get(size, float("inf")), now_s() - start_s)
@@ -107,7 +106,7 @@ def measure_costs(
 
 
 def ladder(cap: int, small_rows: Sequence[int] = ROWS) -> list[int]:
-    """Nodes of the trees that are measured: 0, 3, 7, 11 … and ``cap``.
+    """Nodes of the trees that are measured: with the portable engine's rows 0, 3, 7, 11 … and ``cap``.
 
     Args:
         cap: largest tree.
@@ -189,34 +188,36 @@ class AutoBudget:
         It is built in pieces, each twice as large as the last, while a larger one could still be worth more.
         """
         assert self._current is not None, "prepare comes first"
-        sizes, seconds = self._current.sizes(), self._current.seconds()
         size = min(self._size, self._current.max_nodes)
         while size:
             tree = build_tree(logits, size)
-            gains = path_probabilities(tree, logits)
-            num_nodes, rate = self._best(expected_tokens(gains))
-            beyond = sizes[sizes > len(tree)]
-            if len(tree) < size or not could_be_better(gains, beyond, seconds, rate):
+            gains = np.exp(path_log_probs(tree, logits).numpy())
+            num_nodes, could_grow = self.choose(expected_tokens(gains))
+            if len(tree) < size or not could_grow:
                 self._size = max(FIRST_SIZE, min(size, 2 * num_nodes))
                 return tree.prefix(num_nodes)
             size = min(2 * size, self._current.max_nodes)
         return empty_tree()
 
-    def choose(self, expected: Array) -> int:
-        """Nodes to verify of a tree that is built.
+    def sizes(self) -> IntArray:
+        """Trees that may be chosen since ``prepare``, ascending."""
+        assert self._current is not None, "prepare comes first"
+        return self._current.sizes()
+
+    def choose(self, expected: Array) -> tuple[int, bool]:
+        """Nodes to verify of a tree that is built, and whether a larger tree might give more tokens a second.
 
         Args:
             expected: (n + 1,) tokens of a round that verifies its first 0 … n nodes.
         """
-        return self._best(expected)[0]
-
-    def _best(self, expected: Array) -> tuple[int, float]:
-        """The measured size within a tree that gives most tokens per second, and how many."""
         assert self._current is not None, "prepare comes first"
         sizes, seconds = self._current.sizes(), self._current.seconds()
-        within = sizes[sizes < len(expected)]
+        within, beyond = sizes[sizes < len(expected)], sizes[sizes >= len(expected)]
         rates = expected[within] / seconds[within]
-        return int(within[rates.argmax()]), float(rates.max())
+        # A further node gains no more than the last did.
+        last_gain = expected[-1] - expected[-2] if len(expected) > 1 else 1.0
+        most = expected[-1] + (beyond - len(expected) + 1) * last_gain
+        return int(within[rates.argmax()]), bool((most > rates.max() * seconds[beyond]).any())
 
     def observe(self, num_nodes: int, fixed_s: float, verify_s: float) -> None:
         """Take in a finished round.
@@ -231,20 +232,9 @@ class AutoBudget:
         self._current.observe(num_nodes, fixed_s, verify_s)
 
 
-def path_probabilities(tree: Tree, logits: Tensor) -> Array:
-    """(n,) probability of each node's path under the drafter; arguments as for ``path_log_probs``."""
-    return np.exp(path_log_probs(tree, logits).numpy())
-
-
 def expected_tokens(gains: Array) -> Array:
     """(n + 1,) tokens of a round that verifies the first 0 … n nodes."""
     return 1 + np.concatenate([[0.0], gains.cumsum()])
-
-
-def could_be_better(gains: Array, sizes: IntArray, seconds: Array, rate: float) -> bool:
-    """Whether a tree of one of these larger sizes might give more tokens a second: a further node gains no more than the last did."""
-    most = 1 + gains.sum() + (sizes - len(gains)) * gains[-1]
-    return bool((most > rate * seconds[sizes]).any())
 
 
 def summarise_choices(logs: Sequence[RoundLog]) -> dict[str, Any] | None:

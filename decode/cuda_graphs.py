@@ -7,8 +7,17 @@ from typing import Any
 import torch
 
 
-def capture(work: Callable[[], object]) -> Any:
-    """A CUDA graph of ``work``, after two warm-up runs that compile its kernels; ``work`` must be repeatable."""
+def shared_pool(device: torch.device) -> Any:
+    """Memory for what several graphs make and drop, of which one runs at a time; None on a CPU."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def capture(work: Callable[[], object], pool: Any = None) -> Any:
+    """A CUDA graph of ``work``, after two warm-up runs that compile its kernels; ``work`` must be repeatable.
+
+    Args:
+        pool: of ``shared_pool``; None: memory of its own.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -16,7 +25,7 @@ def capture(work: Callable[[], object]) -> Any:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         work()
     return graph
 

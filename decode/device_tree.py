@@ -74,7 +74,7 @@ class TreeBuffers:
         self.num_nodes.fill_(count)
 
     def take_best(self, larger: "TreeBuffers", count: int) -> None:
-        """The first ``count`` nodes of a tree in buffers of no fewer rows: the best of them, whose parents are among them."""
+        """The best ``count`` nodes of a tree in buffers of no fewer rows, or all where it has fewer; their parents are among them."""
         rows, words = self.mask.shape
         self.tokens.copy_(larger.tokens[:rows])
         self.depths.copy_(larger.depths[:rows])
@@ -94,14 +94,19 @@ class TreeBuffers:
 class TreeBuilder:
     """Builds trees of one budget into `TreeBuffers`, without a host synchronisation on a GPU.
 
-    ``log_probs`` (R,) float64 holds what the drafter thinks of each node's path; rows that are no nodes hold anything.
+    Args:
+        is_scored: keep ``path_log_probs`` (R,) float64, what the drafter thinks of each node's path; rows that are no nodes
+            hold anything. On a GPU they are kept anyway.
     """
 
-    def __init__(self, num_depths: int, vocab_size: int, budget: int, tree: TreeBuffers) -> None:
+    def __init__(
+        self, num_depths: int, vocab_size: int, budget: int, tree: TreeBuffers, *, is_scored: bool = False
+    ) -> None:
         assert 1 <= budget <= MAX_BUDGET and budget < tree.num_rows, f"budget {budget} in {tree.num_rows} rows"
         assert 1 <= num_depths <= MAX_DEPTHS, f"{num_depths} depths; the tie-breaking words hold {MAX_DEPTHS}"
         self.num_depths, self.budget, self.tree = num_depths, budget, tree
-        self.log_probs = torch.zeros(tree.num_rows, dtype=torch.float64, device=tree.tokens.device)
+        self.is_scored = is_scored
+        self.path_log_probs = torch.zeros(tree.num_rows, dtype=torch.float64, device=tree.tokens.device)
         self.num_ranks = min(budget, vocab_size)
         self.num_chunks = -(-vocab_size // LOGIT_CHUNK)
         width = 1 << (budget - 1).bit_length()
@@ -113,7 +118,8 @@ class TreeBuilder:
         if not uses_kernels(logits):
             built = build_tree(logits, self.budget)
             self.tree.set_nodes(built.tokens, built.depths, built.parents)
-            self.log_probs[1 : len(built) + 1] = path_log_probs(built, logits)
+            if self.is_scored:
+                self.path_log_probs[1 : len(built) + 1] = path_log_probs(built, logits)
             return
         scratch = self._buffers(logits.device)
         values, token_ids = logits.topk(self.num_ranks, dim=-1, sorted=False)
@@ -187,7 +193,7 @@ class TreeBuilder:
         order_kernel[(self.frontier // 16,)](
             s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"],
             s["record_rows"],
-            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, self.log_probs, tree.num_nodes,
+            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, self.path_log_probs, tree.num_nodes,
             self.num_depths,
             self.num_ranks,
             self.budget, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier), num_warps=4,

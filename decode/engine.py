@@ -211,22 +211,21 @@ class Engine:
             nonlocal logits
             logits = self._draft(anchor)
 
-        def build(largest: int) -> None:
+        def build(size: int) -> None:
             nonlocal tree
-            tree = build_tree(logits, largest)
+            tree = build_tree(logits, size)
 
         def verify(size: int) -> None:
-            asked = tree.prefix(size)
-            chosen = choose_tokens(self.target.verify(anchor, asked), sampling)
-            walk(asked, chosen, eos_token_ids=(), limit=size + 1)
+            chosen = choose_tokens(self.target.verify(anchor, tree), sampling)
+            walk(tree, chosen, eos_token_ids=(), limit=size + 1)
 
         return measure_costs(
             draft,
             verify,
+            prepare=build,
             most_tokens=self.drafter.config.num_draft_tokens + 1,
             context_tokens=self.target.num_committed,
             sizes=ladder(cap),
-            make_ready=build,
             now_s=self.now_s,
         )
 

@@ -49,7 +49,7 @@ def open_engine(
     if config.engine == "auto" and not reason and any(name == DDTREE_AUTO for name, _ in methods):
         reason = "budgets auto have not been tried with it on a GPU yet; --engine fused takes them"
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
-        print("engine       fused: a round is one CUDA graph", flush=True)
+        print("engine       fused: rounds are CUDA graphs", flush=True)
         max_budget = max(budget for _, budget in methods)
         forget()  # its projections are about to be fused in place
         return FusedEngine(model, drafter, eos_token_ids=eos_token_ids, max_context=max_context, max_budget=max_budget)

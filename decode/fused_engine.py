@@ -1,4 +1,4 @@
-"""The engine for NVIDIA GPUs: decoding of one prompt at a time, each round one CUDA graph and one small read.
+"""The engine for NVIDIA GPUs: decoding of one prompt at a time, each round a CUDA graph and a small read (two with auto).
 
 It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds (at a temperature above 0, rounds
 of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, very wide blocks) stays with that one.
@@ -108,6 +108,8 @@ class FusedEngine:
                 seed_device(self.target.device, generator.initial_seed())
             anchor = torch.tensor(choose_tokens(prefix.logits[None], sampling), device=self.target.device)
         round_.resume_at(prefix.num_tokens, anchor)
+        for held in (prefix.num_tokens, prefix.num_tokens + prefix.max_new_tokens):
+            round_.make_ready(held)
         tokens, num_accepted, cut = [int(anchor)], [], None
         start_s = self._now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:

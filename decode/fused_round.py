@@ -29,7 +29,7 @@ class Drafted:
     """What somebody else drafts for a round.
 
     Attributes:
-        tree: of at least as many nodes as the round takes.
+        tree: in buffers of at least as many rows as the round's.
         anchor: (1,) int64 that it stands on; the round puts the next one there.
     """
 
@@ -44,6 +44,7 @@ class FusedRound:
         budget: nodes of a tree; 0 decodes token by token; None drafts the chain.
         sampling: how the target's token behind a row is chosen; drawn by the device's default generator above temperature 0.
         drafted: the round takes the best ``budget`` nodes of this tree, and drafts none itself.
+        pool: memory that its graphs share with those of others, of `cuda_graphs.shared_pool`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class FusedRound:
         budget: int | None,
         sampling: Sampling = GREEDY,
         drafted: Drafted | None = None,
+        pool: Any = None,
     ) -> None:
         if budget != 0 and drafter is None:
             raise KitError(f"a round with budget {budget} needs a drafter; only budget 0 decodes without one")
@@ -69,7 +71,8 @@ class FusedRound:
             self.builder = TreeBuilder(self.depth, target.head.shape[0], max(nodes, 1), self.tree)
         if budget is None:
             self.tree.set_chain()
-        self._graphs = RoundGraphs(target, self._work, self.anchor)
+        by_context = target.splits_by_context or self.builder is not None
+        self._graphs = RoundGraphs(target, self._work, self.anchor, by_context=by_context, pool=pool)
         self.held = 0
         """Committed tokens, as the host counts them."""
 
@@ -113,9 +116,10 @@ class FusedRound:
         """One round without reading its result."""
         self._graphs.launch(self.held)
 
-    def make_ready(self) -> None:
-        """Capture the round's graph, if need be, without a round."""
-        self._graphs.capture(self.held)
+    @torch.no_grad()
+    def make_ready(self, held: int) -> None:
+        """Capture the graph of a round behind ``held`` tokens, unless it is there."""
+        self._graphs.capture(held)
 
     def _work(self) -> None:
         for stage in self.stages().values():
@@ -171,10 +175,21 @@ class RoundGraphs:
     Args:
         work: repeatable but for ``target.carried()`` and ``anchor``.
         anchor: (1,) int64.
+        by_context: whether it differs between short and long contexts.
+        pool: see ``FusedRound``.
     """
 
-    def __init__(self, target: FusedTarget, work: Callable[[], None], anchor: Tensor) -> None:
+    def __init__(
+        self,
+        target: FusedTarget,
+        work: Callable[[], None],
+        anchor: Tensor,
+        *,
+        by_context: bool = True,
+        pool: Any = None,
+    ) -> None:
         self._target, self._work, self._anchor = target, work, anchor
+        self._by_context, self._pool = by_context, pool
         self._graphs: dict[bool, Any] = {}
 
     def launch(self, held: int) -> None:
@@ -183,16 +198,18 @@ class RoundGraphs:
             self._work()
             return
         self.capture(held)
-        self._graphs[self._target.long_context].replay()
+        self._graphs[self._is_long(held)].replay()
 
     def capture(self, held: int) -> None:
         """Capture the graph for so many committed tokens, unless it is there; nothing on a CPU."""
-        if not self._target.embedding.is_cuda:
-            return
-        self._target.long_context = held > LONG_CONTEXT_TOKENS
-        if self._target.long_context not in self._graphs:
+        is_long = self._is_long(held)
+        if self._target.embedding.is_cuda and is_long not in self._graphs:
+            self._target.long_context = is_long
             with untouched(self._target, self._anchor):
-                self._graphs[self._target.long_context] = capture(self._work)
+                self._graphs[is_long] = capture(self._work, self._pool)
+
+    def _is_long(self, held: int) -> bool:
+        return self._by_context and held > LONG_CONTEXT_TOKENS
 
 
 @contextmanager
@@ -204,10 +221,12 @@ def untouched(target: FusedTarget, anchor: Tensor) -> Iterator[None]:
     held = [(tensor, tensor.clone()) for tensor in (*target.carried(), anchor)]
     on_gpu = target.embedding.is_cuda
     numbers = torch.cuda.get_rng_state(target.device) if on_gpu else torch.get_rng_state()
-    yield
-    torch.cuda.set_rng_state(numbers, target.device) if on_gpu else torch.set_rng_state(numbers)
-    for tensor, before in held:
-        tensor.copy_(before)
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(numbers, target.device) if on_gpu else torch.set_rng_state(numbers)
+        for tensor, before in held:
+            tensor.copy_(before)
 
 
 def decode_greedy(

@@ -75,6 +75,9 @@ class FusedTarget:
         KitError: an architecture that this path does not compute.
     """
 
+    splits_by_context = True
+    """Whether passes differ between short and long contexts; see ``long_context``."""
+
     def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
         config = model.config.get_text_config()
         check_supported(model)

@@ -52,6 +52,8 @@ class HybridTarget(FusedTarget):
         KitError: an architecture that this path does not compute.
     """
 
+    splits_by_context = False
+
     def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
         check_hybrid(model)
         config, modules = model.config.get_text_config(), decoder_layers(model)

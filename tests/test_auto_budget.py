@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from test_eval_cli import evaluate, made, read_report, read_results
 
 from decode.auto_budget import AutoBudget, CostTable, RunningCosts, ladder, measure_costs, summarise_choices
 from decode.auto_report import COSTS_NAME, budget_lines, keep_costs, read_costs
-from decode.auto_round import SMALL_ROWS, AutoRound
+from decode.auto_round import ROWS, AutoRound
 from decode.engine import Engine
-from decode.fused_engine import FusedEngine, reason_against
+from decode.fused_engine import FusedEngine
 from decode.sampling import Sampling
 from decode.target_runner import TargetRunner
 from dflash_kit.acceptance import DDTREE_AUTO, RoundLog
@@ -24,7 +25,7 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target import load_target
 from dflash_kit.tree import build_tree
-from helpers import HAS_GPU, make_tiny_target
+from helpers import make_tiny_target
 
 __all__ = ["made"]  # a fixture
 
@@ -86,22 +87,23 @@ class Machine:
         self.now_s += self.draft_s * (1 + self.noise.exponential(0.001))
 
     def verify(self, num_nodes: int) -> None:
+        assert self.prepared == num_nodes
         self.seen.append(num_nodes)
         self.now_s += (self.verify_s + self.node_s * num_nodes) * (1 + self.noise.exponential(0.001))
 
-    def build(self, largest: int) -> None:
+    def prepare(self, num_nodes: int) -> None:
         """Not timed."""
         self.now_s += 100.0
-        self.largest = largest
+        self.prepared = num_nodes
 
     def table(self, cap: int) -> CostTable:
         return measure_costs(
             self.draft,
             self.verify,
+            prepare=self.prepare,
             most_tokens=8,
             context_tokens=9,
             sizes=ladder(cap),
-            make_ready=self.build,
             now_s=lambda: self.now_s,
         )
 
@@ -114,10 +116,9 @@ def test_costs_are_measured_up_to_where_no_tree_pays() -> None:
     assert table.draft_s == pytest.approx(0.01, rel=0.01)
     assert table.verify_s == pytest.approx([0.04 + 0.002 * n for n in table.nodes], rel=0.01)
     assert table.to_dict()["verify_ms"][1] == pytest.approx(46, rel=0.01)
-    assert machine.largest == 31  # of the last passes; large trees have fewer
     assert machine.table(20).nodes == (0, 3, 7, 11, 15, 20)
-    assert ladder(100, SMALL_ROWS) == [0, 7, 15, 23, 31, 47, 63, 95, 100]
-    assert ladder(1024, SMALL_ROWS)[-4:] == [255, 511, 1023, 1024]
+    assert ladder(100, ROWS) == [0, 7, 15, 23, 31, 47, 63, 95, 100]
+    assert ladder(1024, ROWS)[-4:] == [255, 511, 1023, 1024]
     assert [ladder(cap) for cap in (1, 3, 63, 64)] == [[0, 1], [0, 3], LADDER, [*LADDER, 64]]
     assert CostTable(1, 0.0, (0, 4, 6), (1.0, 3.0, 2.0)).verify_s_by_nodes().tolist() == [1, 1.5, 2, 2.5, 3, 2.5, 2]
 
@@ -180,6 +181,7 @@ def test_output_is_the_targets_own(kind: str, tiny_target: Path, monkeypatch: py
                 give = lambda *_args, t=table: t  # noqa: E731
                 monkeypatch.setattr(Engine, "_measure_costs", give)
                 monkeypatch.setattr(AutoRound, "_measure", give)
+                monkeypatch.setattr("decode.auto_round.FIRST_NODES", 7)
                 engine.auto_budget._costs.clear()
                 # What this machine takes is another matter.
                 monkeypatch.setattr(RunningCosts, "observe", lambda *_args: None)
@@ -189,7 +191,7 @@ def test_output_is_the_targets_own(kind: str, tiny_target: Path, monkeypatch: py
             assert all(a <= b <= 64 for a, b in zip(found.log.num_accepted, found.log.budgets, strict=True))
             chosen |= set(found.log.budgets) if table is not None else set()
         monkeypatch.undo()
-    assert len(chosen) > 2
+    assert len(chosen) >= 2
 
 
 def oracle_engine(kind: str, target: Path, script: list[int], error_rate: float) -> Any:
@@ -201,10 +203,14 @@ def oracle_engine(kind: str, target: Path, script: list[int], error_rate: float)
 
 
 @pytest.mark.parametrize("name", ["tiny_target", "hybrid_target"])
-def test_measuring_leaves_the_fused_engine_as_it_was(name: str, request: pytest.FixtureRequest) -> None:
+def test_measuring_leaves_the_fused_engine_as_it_was(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = oracle_engine("fused", request.getfixturevalue(name), [5] * 60, 0.0)
     engine.prefill([3, 250, 99, 98], 40, 64)
-    round_ = AutoRound(engine.target, engine.drafter, 24, Sampling(1.0), AutoBudget())
+    monkeypatch.setattr("decode.auto_round.FIRST_NODES", 15)
+    round_ = AutoRound(engine.target, engine.drafter, 24, Sampling(1.0), AutoBudget(), time.perf_counter)
+    assert round_.sizes == [0, 7, 15, 23]
     round_.anchor.fill_(7)
     round_._held = 4
     held = [tensor.clone() for tensor in (*engine.target.carried(), round_.anchor, torch.get_rng_state())]
@@ -212,7 +218,7 @@ def test_measuring_leaves_the_fused_engine_as_it_was(name: str, request: pytest.
     for before, after in zip(held, (*engine.target.carried(), round_.anchor, torch.get_rng_state()), strict=True):
         assert torch.equal(before, after)
     assert table.context_tokens == 4
-    assert set(table.nodes) <= set(ladder(24, SMALL_ROWS))
+    assert set(round_._rounds) == set(table.nodes) <= set(round_.sizes)
     assert min(table.draft_s, *table.verify_s) > 0
 
 
@@ -288,12 +294,4 @@ def test_reports_of_the_fused_engine_say_what_it_chose(
     (entry,) = (e for e in report["results"] if e["method"] == DDTREE_AUTO)
     assert entry["differing_tokens"] == 0
     assert sum(bin_["rounds"] for bin_ in entry["chosen_budgets"]["histogram"]) == entry["rounds"]
-    assert set(report["auto_costs"][0]["nodes"]) <= {0, 7, 15, 16}
-
-
-def test_the_fused_engine_takes_it(tiny_target: Path) -> None:
-    drafter: Any = tiny_drafter(tiny_target)[0]
-    model = load_target(tiny_target)
-    if HAS_GPU:
-        model = model.bfloat16()
-    assert reason_against(model, drafter, [(DDTREE_AUTO, 64)]) is None
+    assert set(report["auto_costs"][0]["nodes"]) <= {0, 7, 15}

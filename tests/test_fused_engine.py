@@ -1,16 +1,24 @@
 """The fused engine gives the rounds of the portable one: the same tokens, acceptance and cuts."""
 
+import itertools
+
 import pytest
 from test_fused_target import TAPS, prompt, tiny_drafter, tiny_model
 
+from decode import auto_round, fused_round
+from decode.auto_budget import AutoBudget, CostTable
+from decode.auto_round import AutoRound
 from decode.engine import Engine, Method
 from decode.fused_engine import FusedEngine, cut_accepted, reason_against
+from decode.sampling import GREEDY
 from decode.target_runner import TargetRunner
+from dflash_kit.acceptance import DDTREE_AUTO
 from dflash_kit.errors import KitError
 from dflash_kit.target_ends import TargetEnds
 from helpers import HAS_GPU
 
 METHODS = [Method("ar", 0), Method("chain", 5), Method("ddtree", 7), Method("ddtree", 60)]
+AUTO = Method(DDTREE_AUTO, 60)
 EOS = (3, 40)
 
 
@@ -41,10 +49,41 @@ def test_the_same_rounds_as_the_portable_engine(engines, method):
 
 def test_one_prefill_serves_all_methods_in_any_order(engines):
     _, fused = engines
+    methods = [*METHODS, AUTO]
     prefix = fused.prefill(prompt(30).tolist(), 40, 60)
-    first = {method: fused.decode(prefix, method).token_ids for method in METHODS}
+    first = {method: fused.decode(prefix, method).token_ids for method in methods}
     assert all(tokens == first[METHODS[0]] for tokens in first.values())
-    assert {method: fused.decode(prefix, method).token_ids for method in reversed(METHODS)} == first
+    assert {method: fused.decode(prefix, method).token_ids for method in reversed(methods)} == first
+
+
+def test_a_budget_chosen_each_round_gives_the_same_tokens(engines, monkeypatch):
+    """Whatever sizes are chosen, across the length from which graphs are others; on a GPU through all of these graphs."""
+    portable, fused = engines
+    for module in (fused_round, auto_round):
+        monkeypatch.setattr(module, "LONG_CONTEXT_TOKENS", 60)
+    monkeypatch.setattr(auto_round, "FIRST_NODES", 15)
+    fused._rounds.pop((AUTO, GREEDY), None)
+    monkeypatch.setattr(
+        AutoRound, "_measure", lambda self: CostTable(1, 1.0, tuple(self.sizes), (1.0,) * len(self.sizes))
+    )
+    monkeypatch.setattr(fused, "auto_budget", AutoBudget())
+    turn, chosen = itertools.count(), set()
+    real = AutoBudget.choose
+    for seed in range(12):
+
+        def choose(self, expected):
+            sizes = self.sizes()
+            within = sizes[sizes < len(expected)]
+            return int(within[next(turn) * 5 % len(within)]), real(self, expected)[1] or next(turn) % 2 == 0
+
+        monkeypatch.setattr(AutoBudget, "choose", choose)
+        ids = prompt(20 + 4 * seed, seed).tolist()
+        want = portable.decode(portable.prefill(ids, 40, 60), METHODS[0])
+        got = fused.decode(fused.prefill(ids, 40, 60), AUTO)
+        assert got.token_ids == want.token_ids
+        assert len(got.log.budgets) == len(got.log.num_accepted)
+        chosen |= set(got.log.budgets)
+    assert len(chosen) >= 4
 
 
 def test_accepted_tokens_are_cut_at_the_first_end():
@@ -60,7 +99,7 @@ def test_what_it_cannot_do_is_named(engines):
     if HAS_GPU:
         assert "float32" in reason_against(model, drafter, [("ar", 0)])
         model = model.bfloat16()
-    assert reason_against(model, drafter, [("ar", 0), ("ddtree", 1024)]) is None
+    assert reason_against(model, drafter, [("ar", 0), ("ddtree", 1024), (DDTREE_AUTO, 64)]) is None
     assert "budget" in reason_against(model, drafter, [("ddtree", 2048)])
     phi = tiny_model("phi", num_key_value_heads=4).to(model.dtype)
     assert "Phi" in reason_against(phi, drafter, [("ar", 0)])

@@ -211,7 +211,7 @@ def test_device_tree_equals_the_heap() -> None:
             if dtype == torch.bfloat16:  # equal logits are common there; keep the cut at the last rank unambiguous
                 logits = logits.float()
             buffers = TreeBuffers.allocate(padded_rows(budget + 1), DEVICE)
-            builder = TreeBuilder(depths, vocab, budget, buffers)
+            builder = TreeBuilder(depths, vocab, budget, buffers, is_scored=True)
             builder.build(logits.to(DEVICE))
             tree = build_tree(logits, budget)
             count = len(tree)
@@ -221,7 +221,7 @@ def test_device_tree_equals_the_heap() -> None:
             assert buffers.parents[1 : count + 1].tolist() == tree.parents.tolist()
             mask = fused_ops.unpack_mask(buffers.mask.cpu())[: count + 1, : count + 1]
             assert torch.equal(mask, ancestor_mask(tree.parents))
-            log_probs = builder.log_probs[1 : count + 1].cpu()
+            log_probs = builder.path_log_probs[1 : count + 1].cpu()
             assert torch.allclose(log_probs, path_log_probs(tree, logits), rtol=0, atol=1e-5)
             for size in (0, 7, count):
                 best = TreeBuffers.allocate(padded_rows(size + 1), DEVICE)

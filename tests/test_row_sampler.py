@@ -18,6 +18,7 @@ from decode.fused_engine import FusedEngine
 from decode.fused_ops import pack_mask
 from decode.row_sampler import RowSampler, seed_device
 from decode.sampling import Sampling
+from dflash_kit.acceptance import DDTREE_AUTO
 from helpers import HAS_GPU
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -60,7 +61,9 @@ def test_every_row_is_drawn_from_its_own_distribution(sampling: Sampling, device
     assert together[likely] / len(drawn) == pytest.approx(expected, abs=5 * (expected / len(drawn)) ** 0.5)
 
 
-@pytest.mark.parametrize("method", [Method("chain", 5), Method("ddtree", 7)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [Method("chain", 5), Method("ddtree", 7), Method(DDTREE_AUTO, 7)], ids=lambda m: m.name
+)
 def test_responses_have_the_targets_distribution(method: Method) -> None:
     sampling, ids = Sampling(1.5, top_k=3), prompt(12).tolist()
     engine = FusedEngine(tiny_model(), tiny_drafter(), eos_token_ids=(), max_context=60, max_budget=7)
