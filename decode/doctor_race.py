@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dflash_kit.acceptance import Acceptance, PairedDifference, RoundLog, paired_difference, summarise
 from dflash_kit.drafter import Drafter
-from dflash_kit.replay import methods, replay_row
+from dflash_kit.replay import methods, replay_rows
 from dflash_kit.target_ends import TargetEnds
 
 from .altered_drafter import AlteredDrafter, Change, altered_ends, altered_row
@@ -100,10 +100,11 @@ class Race:
         self._on_replay(tokens, name)
         drafter, ends = AlteredDrafter.of(self.drafter, change), altered_ends(self.ends, change)
         (chain,) = methods(drafter.config, [])
+        rows = (altered_row(answer, change) for answer in self.answers[change.form])
         logs: list[RoundLog] = []
-        for answer in self.answers[change.form]:
-            row = altered_row(answer, change)
-            found = replay_row(drafter, ends, row, [], eos_token_ids=self._eos_token_ids, max_new_tokens=tokens)
+        for row, found in replay_rows(
+            drafter, ends, rows, [], eos_token_ids=self._eos_token_ids, max_new_tokens=tokens
+        ):
             logs += found[chain] or [RoundLog(prompt_id=row.id, num_accepted=())]
         return logs
 

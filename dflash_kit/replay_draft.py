@@ -14,10 +14,10 @@ from .masks import BlockLayout
 from .shards import Row
 from .target_ends import TargetEnds
 
-
-def rows_per_pass(device: torch.device) -> int:
-    """Rows drafted in one pass: on a GPU launches become fewer, but a block is masked against the tokens of all of them."""
-    return 1 if device.type == "cpu" else 8
+ROWS_PER_PASS = 8
+"""Rows drafted in one pass: the weights are read once for all, but a block is masked against the tokens of all of them."""
+CPU_TOKENS_PER_PASS = 512
+"""On a CPU, where attention to what is masked takes longer than reading the weights again: tokens of all rows of a pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +50,8 @@ def draft_blocks(drafter: Drafter, ends: TargetEnds, places: Sequence[tuple[RowC
         places: row and anchor of each block.
     """
     rows = list({id(context): context for context, _ in places}.values())
-    num_together = rows_per_pass(drafter.fc.weight.device)
     hidden: Tensor | None = None
-    for start in range(0, len(rows), num_together):
-        group = rows[start : start + num_together]
+    for group in _groups(rows, drafter.fc.weight.device):
         members = [i for i, (context, _) in enumerate(places) if any(context is row for row in group)]
         found = _draft_pass(drafter, ends, group, [places[i] for i in members])
         if hidden is None:
@@ -61,6 +59,18 @@ def draft_blocks(drafter: Drafter, ends: TargetEnds, places: Sequence[tuple[RowC
         hidden[members] = found
     assert hidden is not None
     return hidden
+
+
+def _groups(rows: list[RowContext], device: torch.device) -> list[list[RowContext]]:
+    """Rows that are drafted together, neighbours."""
+    groups: list[list[RowContext]] = []
+    for row in rows:
+        num_tokens = sum(context.tokens.numel() for context in (*groups[-1], row)) if groups else 0
+        is_full = not groups or len(groups[-1]) == ROWS_PER_PASS
+        if is_full or (device.type == "cpu" and num_tokens > CPU_TOKENS_PER_PASS):
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def _draft_pass(

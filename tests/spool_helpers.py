@@ -130,7 +130,8 @@ class Process:
 
 
 def extractor(target: Path, prompts: Path, folder: Path, *more: str) -> Process:
-    return Process([sys.executable, "extract/dump.py", *extractor_arguments(target, prompts, folder, *more)])
+    program = "tests/forked_vllm.py" if "vllm" in more else "extract/dump.py"
+    return Process([sys.executable, program, *extractor_arguments(target, prompts, folder, *more)])
 
 
 def trainer(

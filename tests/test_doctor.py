@@ -12,13 +12,13 @@ from doctoring import ANSWER_TOKENS, FAULTS, train_faulty
 from safetensors.torch import load_file, save_file
 
 from decode.cli import main
-from decode.diagnosis import Diagnosis, verdict_of
+from decode.diagnosis import Diagnosis, diagnose, verdict_of
 from decode.doctor import Case, examine, open_case, take_answers
 from decode.doctor_answers import Answer
 from decode.doctor_race import Race
 from decode.inputs import read_inputs
 from decode.settings import EvalConfig
-from dflash_kit.acceptance import RoundLog, paired_difference
+from dflash_kit.acceptance import RoundLog, paired_difference, summarise
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import run_cli
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer
@@ -178,6 +178,27 @@ def test_another_target_is_named_where_no_change_helps(ward: Ward, capsys: pytes
 def test_settings_without_effect_are_refused(ward: Ward, capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert run_cli(main, [f"--ckpt={ward.root}", "--doctor", flag]) == 2
     assert f"{flag[2:].split('=')[0]} = " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("accepted", "recorded", "status", "says"),
+    [
+        ((0, 1, 2, 3), None, "healthy", "τ is 2.50"),
+        ((0, 1, 2, 3), 6.07, "healthy", "training measured 6.07, on other prompts"),
+        ((0, 1, 2, 3), 4.0, "healthy", "no alternative is better"),
+        ((0, 1, 2, 3), 7.6, "bad", "τ is only 2.50"),
+        ((0, 0, 1, 0), None, "bad", "τ is only 1.25"),
+    ],
+)
+def test_acceptance_is_judged_beside_that_of_the_training(
+    accepted: tuple[int, ...], recorded: float | None, status: str, says: str
+) -> None:
+    """Of other prompts and whole answers, where the bundled drafter has 6.07 and 2.44 on the doctor's own."""
+    configured = summarise([RoundLog(prompt_id="p", num_accepted=accepted)], 3)
+    diagnosis = diagnose(configured, [], recorded=recorded, mismatches=[])
+    assert diagnosis.status == status
+    assert says in diagnosis.text
+    assert ("training measured" in diagnosis.text) == (recorded == 6.07)
 
 
 def test_only_a_gain_beyond_chance_is_a_cause() -> None:

@@ -132,7 +132,7 @@ def test_vllm_quantises_before_the_copy(tiny_target, prompts, tmp_path):
         "--verify",
         "true",
     ]
-    result = run_command("extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "fp8", *more))
+    result = run_command("tests/forked_vllm.py", *arguments(tiny_target, prompts, tmp_path / "fp8", *more))
     assert result.returncode == 0, result.stderr[-2000:]
     assert "parity   2 rows" in result.stdout
     assert len(open_shards(tmp_path / "fp8")) == 6
@@ -144,7 +144,7 @@ def test_vllm_quantises_before_the_copy(tiny_target, prompts, tmp_path):
 @pytest.mark.slow
 def test_vllm_stores_the_last_hidden_state(tiny_target, prompts, tmp_path):
     more = ["--engine", "vllm", "--last_hidden", "true", "--verify", "true"]
-    result = run_command("extract/dump.py", *arguments(tiny_target, prompts, tmp_path / "s", *more))
+    result = run_command("tests/forked_vllm.py", *arguments(tiny_target, prompts, tmp_path / "s", *more))
     assert result.returncode == 0, result.stderr[-2000:]
     assert "parity   2 rows" in result.stdout
     assert len(open_shards(tmp_path / "s")) == 6

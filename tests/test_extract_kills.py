@@ -70,9 +70,9 @@ def test_a_run_killed_at_random_instants_is_finished_by_the_same_command(prompts
 def start(argv, *, method: str = "fork") -> subprocess.Popen:
     """The command in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "extract/dump.py", *argv],
+        [sys.executable, "extract/dump.py" if method == "spawn" else "tests/forked_vllm.py", *argv],
         cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": method},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

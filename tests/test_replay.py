@@ -230,7 +230,7 @@ def test_rows_together_are_rows_alone(tiny_target: Path, monkeypatch: pytest.Mon
     num_anchors = sum(len(row.token_ids()) - 1 - 5 - s for s, row in enumerate(rows))
     assert sum(drafted) // 8 < num_anchors  # where no method stands, nothing is drafted
     for num_together, is_ahead in ((1, False), (3, False), (3, True)):
-        monkeypatch.setattr(replay_draft, "rows_per_pass", lambda _device, n=num_together: n)
+        monkeypatch.setattr(replay_draft, "ROWS_PER_PASS", num_together)
         monkeypatch.setattr(replay_module, "looks_ahead", lambda _device, ahead=is_ahead: ahead)
         for rows_at_once, anchors in ((2, 3), (4, 100)):
             found = replay_rows(
