@@ -173,7 +173,7 @@ class LiveEvaluation:
         prefix = self.engine.prefill(conversation.ask(0), WARM_UP_TOKENS, max_budget, conversation.name)
         _ = prefix.logits  # engines of others read them here, and refuse NaN as ours do
         for method in self.methods:
-            self.engine.decode(prefix, Method(*method), sampling=self.config.sampling, generator=self._generator)
+            self.engine.decode(prefix, Method(*method), sampling=self.config.sampling)
         self._prefilled = None
 
 
