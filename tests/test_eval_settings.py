@@ -23,7 +23,6 @@ def test_the_doctor_needs_no_more_than_a_checkpoint() -> None:
     [
         ({"engine": "portable", "replay": "shards"}, "leave engine portable out"),
         ({"engine": "fused", "replay": "shards"}, "leave engine fused out"),
-        ({"engine": "fused", "budgets": "4,auto"}, "fixed budgets"),
         ({"batch_size": 2, "budgets": "4,auto"}, "one prompt at a time"),
         ({"out": " "}, "out is ' '; name a folder"),
         ({"replay": "shards", "temperature": 1.0}, "with replay, which reads responses"),
