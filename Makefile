@@ -55,7 +55,7 @@ endif
 
 # Every step resumes: a second `make demo` finds its model, shards, drafter and report finished.
 demo: install
-	@echo "demo: about 20 minutes on two quiet cores; stopped at any moment, make demo goes on where it was"
+	@echo "demo: a little over 20 minutes on two quiet cores; stopped at any moment, make demo goes on where it was"
 	@echo "demo 1/5: the target, SmolLM2-135M-Instruct, out of its GGUF file (half a minute)"
 	$(PY) -m dflash_kit.gguf --out runs/demo/model
 	@echo "demo 2/5: extraction, 321 answers of the target and its hidden states, by vLLM (3 minutes; its engine starts in silence)"

@@ -1,6 +1,6 @@
 """Extraction against plain prefill and against vLLM's own connector, by the same vLLM, on one GPU.
 
-    python benchmarks/extract_gpu.py --shapes 8b,smollm2 --memory_folder /dev/shm --disk_folder /tmp
+    python benchmarks/extract_gpu.py --shapes 8b,smollm2 --memory_folder /dev/shm --disk_folder scratch/
 
 For each shape three engines with random weights stay loaded side by side and take turns over the same random prompts (given
 conversations: prefill only): ``plain`` (no states, by the runner that vLLM chooses), ours, and ``stock`` (vLLM's

@@ -90,8 +90,9 @@ class EvalConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable", "vllm", "transformers-generate"] = "auto"
-    """fused: whole rounds as CUDA graphs, dense Llama-like and hybrid targets; portable: anything transformers runs; auto
-    takes fused on a GPU where it can, the temperature is 0, budgets are numbers and the target is no hybrid. vllm: vLLM's chain and its autoregressive decoding;
+    """fused: whole rounds as CUDA graphs, dense Llama-like, hybrid and Qwen's mixture-of-experts targets; portable: anything
+    transformers runs; auto takes fused on a GPU where it can, the temperature is 0, budgets are numbers and the target is neither
+    hybrid nor has experts. vllm: vLLM's chain and its autoregressive decoding;
     transformers-generate: generate(speculation_type="dflash"), greedy; neither has ddtree, which is left out."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names (vllm only), as JSON or one by one:
