@@ -204,11 +204,12 @@ class AutoBudget:
         assert self._current is not None, "prepare comes first"
         return self._current.sizes()
 
-    def choose(self, expected: Array) -> tuple[int, bool]:
+    def choose(self, expected: Array, grow_s: float = 0.0) -> tuple[int, bool]:
         """Nodes to verify of a tree that is built, and whether a larger tree might give more tokens a second.
 
         Args:
             expected: (n + 1,) tokens of a round that verifies its first 0 … n nodes.
+            grow_s: seconds of building a larger tree.
         """
         assert self._current is not None, "prepare comes first"
         sizes, seconds = self._current.sizes(), self._current.seconds()
@@ -217,7 +218,7 @@ class AutoBudget:
         # A further node gains no more than the last did.
         last_gain = expected[-1] - expected[-2] if len(expected) > 1 else 1.0
         most = expected[-1] + (beyond - len(expected) + 1) * last_gain
-        return int(within[rates.argmax()]), bool((most > rates.max() * seconds[beyond]).any())
+        return int(within[rates.argmax()]), bool((most > rates.max() * (seconds[beyond] + grow_s)).any())
 
     def observe(self, num_nodes: int, fixed_s: float, verify_s: float) -> None:
         """Take in a finished round.

@@ -1,13 +1,14 @@
 """Rounds of the fused engine whose tree is as large as pays, chosen each round: the budget "auto".
 
-Two graphs and two reads a round. The first drafts, builds a tree, and says how many tokens its best 1, 2, 3 … nodes are
-expected to give; the host chooses by measured costs (`auto_budget`), and has a larger tree built where that could be
-worth more. The second verifies and commits the chosen nodes: a graph for each size of a ladder, since a graph's shapes
-are fixed. The best n nodes of a tree are the tree of n.
+Two graphs and two reads a round, or three. The first drafts, builds a tree, and says how many tokens its best 1, 2, 3 …
+nodes are expected to give; the host chooses by measured costs (`auto_budget`), and has a larger tree built where that could
+be worth more than it takes. The last verifies and commits the chosen nodes: a graph for each size of a ladder, since a
+graph's shapes are fixed. The best n nodes of a tree are the tree of n.
 
 Shape legend: R rows of the largest tree (root + nodes, padded).
 """
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -66,6 +67,8 @@ class AutoRound:
         self._drafting = RoundGraphs(target, self._draft, self.anchor, pool=self._pool)
         self._growing = RoundGraphs(target, self._grow, self.anchor, by_context=False, pool=self._pool)
         self._rounds: dict[int, FusedRound] = {}
+        self._grow_s = 0.0
+        """Seconds of building the larger tree."""
         self._held = 0
 
     @torch.no_grad()
@@ -81,7 +84,8 @@ class AutoRound:
     def make_ready(self, held: int) -> None:
         """Capture the graphs of a round behind ``held`` tokens, unless they are there."""
         self._drafting.capture(held)
-        self._growing.capture(held)
+        if self._may_grow():
+            self._growing.capture(held)
         for size in self.choices.sizes():
             self._round(int(size)).make_ready(held)
 
@@ -90,15 +94,20 @@ class AutoRound:
         """One round: the accepted tokens and the bonus token."""
         start_s = self._now_s()
         self._drafting.launch(self._held)
-        num_nodes, could_grow = self.choices.choose(self._read_expected())
-        if could_grow and len(self._builders) > 1:
+        expected = self._read_expected()
+        num_nodes, could_grow = self.choices.choose(expected, self._grow_s)
+        fixed_s = self._now_s() - start_s  # what every size takes
+        if could_grow and self._may_grow() and len(expected) > self._builders[0].budget:
             self._growing.launch(self._held)
             num_nodes, _ = self.choices.choose(self._read_expected())
         chosen_s = self._now_s()
         said = self._round(num_nodes).advance()
-        self.choices.observe(num_nodes, chosen_s - start_s, self._now_s() - chosen_s)
+        self.choices.observe(num_nodes, fixed_s, self._now_s() - chosen_s)
         self._held += len(said)
         return said
+
+    def _may_grow(self) -> bool:
+        return len(self._builders) > 1 and self.choices.sizes()[-1] > self._builders[0].budget
 
     def _draft(self) -> None:
         self.drafter.anchor.copy_(self.anchor)
@@ -134,7 +143,7 @@ class AutoRound:
 
     def _measure(self) -> CostTable:
         """Time drafts and verifications behind the committed tokens; nothing is committed."""
-        seen: set[int] = set()
+        seen, grow_s = set[int](), list[float]()
 
         def draft() -> None:
             self._drafting.launch(self._held)
@@ -144,8 +153,11 @@ class AutoRound:
             self.target.length.fill_(self._held)
 
         def prepare(size: int) -> None:
-            if size > FIRST_NODES:
+            if size > self._builders[0].budget:
+                start_s = self._now_s()
                 self._growing.launch(self._held)
+                self._read_expected()
+                grow_s.append(self._now_s() - start_s)
             if size not in seen:
                 seen.add(size)
                 verify(size)  # a graph is captured then, and its first replay is slower
@@ -161,6 +173,8 @@ class AutoRound:
                 sizes=self.sizes,
                 now_s=self._now_s,
             )
+        self._grow_s = min(grow_s, default=0.0)
         for size in seen - set(table.nodes):
             del self._rounds[size]  # it cannot pay
+        gc.collect()  # a round refers to itself, and holds its graph's memory until then
         return table

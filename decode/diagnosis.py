@@ -108,7 +108,7 @@ def _without_cause(length: float, recorded: float | None, best: Measured | None)
     text = f"τ is only {length:.2f}, and no single alternative explains it"
     if best is not None and best.gain is not None and best.gain.difference > 0:
         text += f" (best: {best.hypothesis.name}, τ {best.length:.2f}, within chance or below {LEAST_GAIN:.0%})"
-    if recorded is not None and length >= RECORDED_SHARE * recorded:
+    if recorded is not None and length >= EXPECTED_SHARE * recorded:
         advice = (
             f"its training measured {recorded:.2f}, so the drafter itself is weak: train on more answers, for longer"
         )

@@ -1,4 +1,4 @@
-"""The engine for NVIDIA GPUs: decoding of one prompt at a time, each round a CUDA graph and a small read (two with auto).
+"""The engine for NVIDIA GPUs: decoding of one prompt at a time, each round a CUDA graph and a small read (with auto two or three).
 
 It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds (at a temperature above 0, rounds
 of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, very wide blocks) stays with that one.

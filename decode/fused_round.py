@@ -204,9 +204,10 @@ class RoundGraphs:
         """Capture the graph for so many committed tokens, unless it is there; nothing on a CPU."""
         is_long = self._is_long(held)
         if self._target.embedding.is_cuda and is_long not in self._graphs:
-            self._target.long_context = is_long
+            before, self._target.long_context = self._target.long_context, is_long
             with untouched(self._target, self._anchor):
                 self._graphs[is_long] = capture(self._work, self._pool)
+            self._target.long_context = before  # passes without a graph read it
 
     def _is_long(self, held: int) -> bool:
         return self._by_context and held > LONG_CONTEXT_TOKENS

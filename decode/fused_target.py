@@ -146,6 +146,7 @@ class FusedTarget:
                 f"the prompt has {count} tokens; allowed is 1..{self.max_context_tokens} (max_context_tokens)"
             )
         self.length.zero_()
+        self.long_context = False  # so many rows fill a GPU without splitting attention further
         step = self._pass(PREFILL_ROWS, "prefill")
         for start in range(0, count, PREFILL_ROWS):
             piece = input_ids[start : start + PREFILL_ROWS]

@@ -31,7 +31,7 @@ __all__ = ["made"]  # a fixture
 
 
 LADDER = [0, 3, 7, 11, 15, 23, 31, 47, 63]
-SIZES = (0, 1, 3, 7, 11, 15, 23, 31, 47, 64, 96, 128)
+SIZES = (0, 1, 3, 7, 11, 15, 23, 31, 47, 63, 96, 128)
 
 
 def prepared(table: CostTable) -> AutoBudget:

@@ -188,6 +188,8 @@ def test_settings_without_effect_are_refused(ward: Ward, capsys: pytest.CaptureF
         ((0, 1, 2, 3), 4.0, "healthy", "no alternative is better"),
         ((0, 1, 2, 3), 7.6, "bad", "τ is only 2.50"),
         ((0, 0, 1, 0), None, "bad", "τ is only 1.25"),
+        ((0, 0, 1, 0), 3.0, "bad", "τ is only 1.25"),
+        ((0, 0, 1, 0), 1.5, "bad", "τ is only 1.25"),
     ],
 )
 def test_acceptance_is_judged_beside_that_of_the_training(
@@ -199,6 +201,8 @@ def test_acceptance_is_judged_beside_that_of_the_training(
     assert diagnosis.status == status
     assert says in diagnosis.text
     assert ("training measured" in diagnosis.text) == (recorded == 6.07)
+    if status == "bad":
+        assert ("two faults at once" in diagnosis.advice) == (recorded != 1.5)
 
 
 def test_only_a_gain_beyond_chance_is_a_cause() -> None:

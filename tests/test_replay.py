@@ -231,6 +231,7 @@ def test_rows_together_are_rows_alone(tiny_target: Path, monkeypatch: pytest.Mon
     assert sum(drafted) // 8 < num_anchors  # where no method stands, nothing is drafted
     for num_together, is_ahead in ((1, False), (3, False), (3, True)):
         monkeypatch.setattr(replay_draft, "ROWS_PER_PASS", num_together)
+        monkeypatch.setattr(replay_draft, "CPU_TOKENS_PER_PASS", 60 if is_ahead else 512)
         monkeypatch.setattr(replay_module, "looks_ahead", lambda _device, ahead=is_ahead: ahead)
         for rows_at_once, anchors in ((2, 3), (4, 100)):
             found = replay_rows(
