@@ -11,7 +11,6 @@ Shape legend: R rows of the largest tree (root + nodes, padded).
 import gc
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +127,7 @@ class AutoRound:
 
     def _read_expected(self) -> Array:
         """(n + 1,) expected tokens of the tree that was built last; waits for it."""
-        told: Array = self._expected.cpu().numpy().astype(np.float64)
+        told: Array = self._expected.cpu().numpy()
         return told[1 : int(told[0]) + 2]
 
     def _round(self, num_nodes: int) -> FusedRound:

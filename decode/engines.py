@@ -1,5 +1,7 @@
 """Which of our engines decodes: fused where it can, one prompt at a time or a batch."""
 
+from typing import Any
+
 import torch
 
 from dflash_kit.acceptance import DDTREE_AUTO
@@ -40,14 +42,8 @@ def open_engine(
         reason = f"it decodes one prompt at a time, and batch_size is {config.batch_size}"
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
-    if config.engine == "auto" and not reason and is_hybrid(model):
-        reason = "no evaluation of a hybrid target has been tried with it on a GPU yet; --engine fused takes them"
-    if config.engine == "auto" and not reason and has_experts(decoder_layers(model)):
-        reason = "no target with experts has been decoded with it on a GPU yet; --engine fused takes them"
-    if config.engine == "auto" and not reason and config.temperature > 0:
-        reason = "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
-    if config.engine == "auto" and not reason and any(name == DDTREE_AUTO for name, _ in methods):
-        reason = "budgets auto have not been tried with it on a GPU yet; --engine fused takes them"
+    if config.engine == "auto" and not reason:
+        reason = _untried(config, model, methods)
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: rounds are CUDA graphs", flush=True)
         max_budget = max(budget for _, budget in methods)
@@ -61,3 +57,16 @@ def open_engine(
         batch_size = min(config.batch_size, num_prompts)
         return BatchEngine(*parts, eos_token_ids=eos_token_ids, max_context=max_context, batch_size=batch_size)
     return Engine(*parts, eos_token_ids=eos_token_ids, max_context=max_context)
+
+
+def _untried(config: EvalConfig, model: Any, methods: list[Method]) -> str | None:
+    """What no evaluation by the fused engine has done on a GPU yet, though it takes it; None where all has been."""
+    if is_hybrid(model):
+        return "no evaluation of a hybrid target has been tried with it on a GPU yet; --engine fused takes them"
+    if has_experts(decoder_layers(model)):
+        return "no target with experts has been decoded with it on a GPU yet; --engine fused takes them"
+    if config.temperature > 0:
+        return "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
+    if any(name == DDTREE_AUTO for name, _ in methods):
+        return "budgets auto have not been tried with it on a GPU yet; --engine fused takes them"
+    return None

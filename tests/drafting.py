@@ -206,3 +206,14 @@ class OracleFusedEngine(FusedEngine):
             return drafter.logits[1:].copy_(oracle.logits(held, size - 1, vocab_size))
 
         drafter.draft = draft  # type: ignore[method-assign]
+
+
+def oracle_engine(
+    kind: str, folder: Path, script: list[int], error_rate: float, *, block_size: int = 8, max_budget: int = 64
+) -> OracleEngine | OracleFusedEngine:
+    """An engine of each kind, portable or fused, over weights of its own, since fusing works in place."""
+    model, (drafter, ends) = load_target(folder), tiny_drafter(folder, block_size=block_size)
+    common: dict[str, Any] = {"eos_token_ids": (), "max_context": 512, "script": script, "error_rate": error_rate}
+    if kind == "fused":
+        return OracleFusedEngine(model, drafter, max_budget=max_budget, **common)
+    return OracleEngine(TargetRunner(model, drafter.config.target_layer_ids), drafter, ends, **common)

@@ -1,7 +1,7 @@
-"""On the real target: decoding is exactly autoregressive.
+"""On the real target: decoding is exactly autoregressive, and replay equals live decoding round for round.
 
-One autoregressive run of six real prompts serves all: it is checked against transformers in one pass, and scripted drafts
-(mostly right, so that few rounds go far) decode it again at every budget. test_bundled_drafter.py does it with a real drafter.
+One autoregressive run of six real prompts serves all: it is checked against transformers in one pass, scripted drafts
+(mostly right, so that few rounds go far) decode it again at every budget, and a small drafter is trained on it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import OracleEngine, make_engine
+from drafting import OracleEngine, make_engine, record_row, train_briefly
 
 from decode.conversation import Conversation
 from decode.engine import Method
@@ -18,6 +18,7 @@ from decode.target_runner import TargetRunner
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
+from dflash_kit.replay import replay_row
 from dflash_kit.target import TargetSpec, choose_mask_token_id, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
@@ -96,3 +97,23 @@ def test_every_budget_gives_the_same_tokens(answered: Answered) -> None:
             seen.update(found.log.num_accepted)
     assert num_tokens >= 2000
     assert seen == set(range(8))
+
+
+def test_trained_drafter_is_lossless_and_replays(answered: Answered) -> None:
+    drafter, model, ends = answered.drafter, answered.model, TargetEnds.from_model(answered.model)
+    prompts, answers = answered.prompts[:2], [said[:32] for said in answered.answers[:2]]
+    rows = [record_row(model, drafter, prompt, said) for prompt, said in zip(prompts, answers, strict=True)]
+    train_briefly(drafter, ends, rows, steps=16, lr=2e-3, max_anchors=12)
+    engine = make_engine(
+        model, drafter, eos=answered.spec.eos_token_ids, max_context=answered.spec.max_position_embeddings
+    )
+    seen: set[int] = set()
+    for prompt, said, row in zip(prompts, answers, rows, strict=True):
+        replayed = replay_row(drafter, ends, row, BUDGETS, eos_token_ids=answered.spec.eos_token_ids)
+        prefix = engine.prefill(prompt, 32, max(BUDGETS))
+        for method, (log,) in replayed.items():
+            live = engine.decode(prefix, Method(*method))
+            assert live.token_ids == said, method
+            assert (log.num_accepted, log.cut) == (live.log.num_accepted, live.log.cut), method
+            seen.update(log.num_accepted)
+    assert len(seen) >= 3  # the drafter has learnt enough for the comparison to say something

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import OracleEngine, OracleFusedEngine, decode_once, generate, tiny_drafter
+from drafting import OracleEngine, decode_once, generate, oracle_engine, tiny_drafter
 
 from decode.delta_layers import DeltaLayers
 from decode.engine import Method
@@ -134,15 +134,6 @@ def test_states_after_commits_are_those_of_a_plain_run(reference: Any, runner: T
             assert close(kept.values[:, :, : runner.num_committed], wanted.values)
 
 
-def oracle_engine(kind: str, folder: Path, error_rate: float, script: list[int]) -> OracleEngine | OracleFusedEngine:
-    """An engine of each kind over weights of its own, since fusing works in place."""
-    model, (drafter, ends) = load_target(folder), tiny_drafter(folder, block_size=16)
-    common: dict[str, Any] = {"eos_token_ids": (), "max_context": 512, "script": script, "error_rate": error_rate}
-    if kind == "fused":
-        return OracleFusedEngine(model, drafter, max_budget=max(BUDGETS), **common)
-    return OracleEngine(TargetRunner(model, drafter.config.target_layer_ids), drafter, ends, **common)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["portable", "fused"])
 def test_greedy_decoding_equals_transformers(target: Path, answers: Answers, kind: str) -> None:
@@ -150,7 +141,7 @@ def test_greedy_decoding_equals_transformers(target: Path, answers: Answers, kin
     compared, most_accepted = Counter[Method](), 0
     for prompt, expected, error_rates in answers:
         for error_rate in error_rates:
-            engine = oracle_engine(kind, target, error_rate, prompt + expected)
+            engine = oracle_engine(kind, target, prompt + expected, error_rate, block_size=16, max_budget=max(BUDGETS))
             prefix = engine.prefill(prompt, len(expected), max(BUDGETS))
             undrafted = [Method("ar", 0)] if error_rate == 0.0 else []  # whatever the drafter gets wrong
             for method in [*undrafted, *DRAFTED]:
