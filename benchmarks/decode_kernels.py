@@ -200,11 +200,10 @@ def tree() -> None:
         builder = TreeBuilder(15, 151936, budget, buffers)
         builder.build(logits)
         scratch = builder._buffers(logits.device)
-        values, ids = logits.topk(builder.num_ranks, sorted=False)
         parts: dict[str, Callable[[], object]] = {
             "all": lambda: builder.build(logits),
             "topk": lambda: logits.topk(builder.num_ranks, dim=-1, sorted=False),
-            "rank": lambda: builder._rank(logits, values, ids, scratch),
+            "rank": lambda: builder._rank(logits, scratch),
             "grow": lambda: builder._grow(scratch),
             "number": lambda: builder._number(scratch),
         }

@@ -140,7 +140,7 @@ def time_round(rounds: FusedRound, tokens: torch.Tensor) -> tuple[float, dict[st
     whole = time_ms(back(rounds.launch))
     begin = time.perf_counter()
     for _ in range(30):
-        rounds.advance()
+        rounds.advance(ahead=True)
         rounds.target.length.copy_(length)
     with_host = (time.perf_counter() - begin) / 30 * 1e3
     stages = {}

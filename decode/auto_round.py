@@ -89,8 +89,8 @@ class AutoRound:
             self._round(int(size)).make_ready(held)
 
     @torch.no_grad()
-    def advance(self) -> list[int]:
-        """One round: the accepted tokens and the bonus token."""
+    def advance(self, *, ahead: bool = False) -> list[int]:
+        """One round: the accepted tokens and the bonus token. None starts ``ahead``, since the host chooses each one's size."""
         start_s = self._now_s()
         self._drafting.launch(self._held)
         expected = self._read_expected()

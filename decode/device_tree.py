@@ -20,11 +20,15 @@ from torch import Tensor
 from dflash_kit.tree import ancestor_mask, build_tree, chain_tree, path_log_probs
 
 from .fused_ops import pack_mask, uses_kernels
+from .kernel_launch import power_of_two
 
 MAX_BUDGET = 1024
 MAX_DEPTHS = 15
 """Three words of five ranks each hold a path for breaking ties."""
 LOGIT_CHUNK = 4096
+GROUP = 64
+MAX_GROUPED_RANKS = 128
+"""One program holds so many groups of tokens; torch's topk finds the best of more."""
 
 
 @dataclass(slots=True)
@@ -109,7 +113,10 @@ class TreeBuilder:
         self.path_log_probs = torch.zeros(tree.num_rows, dtype=torch.float64, device=tree.tokens.device)
         self.num_ranks = min(budget, vocab_size)
         self.num_chunks = -(-vocab_size // LOGIT_CHUNK)
-        width = 1 << (budget - 1).bit_length()
+        width = power_of_two(budget)
+        self.group = GROUP if self.num_ranks <= MAX_GROUPED_RANKS and self.num_ranks <= vocab_size // GROUP else 0
+        """Neighbouring tokens of which the best is found first; 0: torch's topk finds the best tokens."""
+        self.num_groups = -(-vocab_size // self.group) if self.group else 1
         self.frontier = max(16, width if budget > 512 else 2 * width)
         self._scratch: dict[str, Tensor] | None = None
 
@@ -122,8 +129,7 @@ class TreeBuilder:
                 self.path_log_probs[1 : len(built) + 1] = path_log_probs(built, logits)
             return
         scratch = self._buffers(logits.device)
-        values, token_ids = logits.topk(self.num_ranks, dim=-1, sorted=False)
-        self._rank(logits, values, token_ids, scratch)
+        self._rank(logits, scratch)
         self._grow(scratch)
         self._number(scratch)
 
@@ -146,6 +152,10 @@ class TreeBuilder:
                 "pairs": torch.tensor(pairs or [0], dtype=i32, device=device),
                 "pair_ends": torch.tensor([0, *itertools.accumulate(counts)], dtype=i32, device=device),
                 "partial": zeros(self.num_depths * self.num_chunks * 2, torch.float32),
+                "tops": zeros(self.num_depths * self.num_groups).view(self.num_depths, -1),
+                "chosen_groups": zeros(self.num_depths * self.num_ranks if self.group else 1),
+                "top_values": zeros(self.num_depths * self.num_ranks if self.group else 1, torch.float32),
+                "top_ids": zeros(self.num_depths * self.num_ranks if self.group else 1),
                 "log_probs": zeros(self.num_depths * self.num_ranks, torch.float32),
                 "ranked_ids": zeros(self.num_depths * self.num_ranks, torch.long),
                 "frontier_scores": zeros(self.frontier, torch.float64),
@@ -161,28 +171,38 @@ class TreeBuilder:
             }
         return self._scratch
 
-    def _rank(self, logits: Tensor, values: Tensor, token_ids: Tensor, s: dict[str, Tensor]) -> None:
-        from .tree_kernels import log_sum_kernel, rank_kernel
+    def _rank(self, logits: Tensor, s: dict[str, Tensor]) -> None:
+        from .tree_kernels import log_sum_kernel, rank_kernel, top_kernel
 
+        num_groups, group = s["tops"].shape[1], self.group
         log_sum_kernel[(self.num_depths, self.num_chunks)](
-            logits, s["partial"], logits.stride(0), logits.shape[1], CHUNK=LOGIT_CHUNK, BLOCK=1024, num_warps=4
-        )
-        ranks = max(16, 1 << (self.num_ranks - 1).bit_length())
+            logits, s["partial"], s["tops"], logits.stride(0), logits.shape[1], num_groups, CHUNK=LOGIT_CHUNK, BLOCK=1024,
+            GROUP=group, num_warps=4,
+        )  # fmt: skip
+        ranks = max(16, power_of_two(self.num_ranks))
+        if group:
+            values, token_ids = s["top_values"], s["top_ids"]
+            top_kernel[(self.num_depths,)](
+                logits, s["tops"], s["chosen_groups"], values, token_ids, logits.stride(0), logits.shape[1], num_groups,
+                self.num_ranks, GROUPS=power_of_two(num_groups), GROUP=group, RANKS=power_of_two(self.num_ranks),
+                num_warps=_warps(ranks * group, 512, 8),
+            )  # fmt: skip
+        else:
+            values, token_ids = logits.topk(self.num_ranks, dim=-1, sorted=False)
         rank_kernel[(self.num_depths,)](
             values, token_ids, s["partial"], s["log_probs"], s["ranked_ids"], self.num_ranks, self.num_chunks,
-            RANKS=ranks, CHUNKS=max(2, 1 << (self.num_chunks - 1).bit_length()), num_warps=_warps(ranks, 64, 8),
+            RANKS=ranks, CHUNKS=max(2, power_of_two(self.num_chunks)), num_warps=_warps(ranks, 64, 8),
         )  # fmt: skip
 
     def _grow(self, s: dict[str, Tensor]) -> None:
         from .tree_kernels import grow_kernel
 
-        chunk = max(64, min(1024, 4 * self.budget))
+        chunk, warps = grow_shape(self.budget, self.frontier)
         grow_kernel[(1,)](
             s["log_probs"], s["pairs"], s["pair_ends"], s["frontier_scores"], s["frontier_records"],
             s["level_keys"], s["keys"], s["items"], s["record_parents"], s["record_ranks"], s["num_kept"],
             self.num_depths, self.num_ranks, self.budget,
-            self.capacity, FRONTIER=self.frontier, CHUNK=1 << (chunk - 1).bit_length(), COMPARED=8,
-            num_warps=_warps(self.frontier, 128, 8),
+            self.capacity, FRONTIER=self.frontier, CHUNK=chunk, num_warps=warps,
         )  # fmt: skip
 
     def _number(self, s: dict[str, Tensor]) -> None:
@@ -202,8 +222,14 @@ class TreeBuilder:
         mask_kernel[(-(-rows // 16),)](
             s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows,
             words,
-            self.num_depths, ROWS=16, WORDS=max(2, 1 << (words - 1).bit_length()), num_warps=4,
+            self.num_depths, ROWS=16, WORDS=max(2, power_of_two(words)), num_warps=4,
         )  # fmt: skip
+
+
+def grow_shape(budget: int, frontier: int) -> tuple[int, int]:
+    """Of the one program that grows a tree: keys it reads at once, warps."""
+    chunk = max(64, min(1024, 4 * budget)) if budget <= 64 or budget > 512 else 512
+    return power_of_two(chunk), _warps(frontier, 32 if frontier <= 128 else 64, 16)
 
 
 @dataclass(slots=True)
@@ -213,12 +239,17 @@ class WalkBuffers:
     Attributes:
         path: (P,) int32 rows walked, the root's first; P is a power of two of at least depth + 1.
         num_accepted: (1,) int32 nodes walked, the root not counted.
-        emitted: (P,) int64 accepted tokens, then the bonus token.
+        told: (P + 1,) int64, all that the host needs: the same number, then ``emitted``.
     """
 
     path: Tensor
     num_accepted: Tensor
-    emitted: Tensor
+    told: Tensor
+
+    @property
+    def emitted(self) -> Tensor:
+        """(P,) int64 accepted tokens, then the bonus token."""
+        return self.told[1:]
 
     @classmethod
     def allocate(cls, max_depth: int, device: torch.device | str) -> "WalkBuffers":
@@ -226,7 +257,7 @@ class WalkBuffers:
         return cls(
             path=torch.zeros(length, dtype=torch.int32, device=device),
             num_accepted=torch.zeros(1, dtype=torch.int32, device=device),
-            emitted=torch.zeros(length, dtype=torch.long, device=device),
+            told=torch.zeros(length + 1, dtype=torch.long, device=device),
         )
 
 
@@ -249,6 +280,7 @@ def walk(tree: TreeBuffers, choices: Tensor, out: WalkBuffers, next_anchor: Tens
         path.append(at)
     out.path[: len(path)] = torch.tensor(path, dtype=torch.int32)
     out.num_accepted.fill_(len(path) - 1)
+    out.told[0] = len(path) - 1
     out.emitted[: len(path)] = choices[path]
     next_anchor.copy_(choices[at])
 
@@ -259,7 +291,7 @@ def _walk_kernel(tree: TreeBuffers, choices: Tensor, out: WalkBuffers, next_anch
     kernel: Any = walk_kernel
     rows = 1 << max(4, (tree.num_rows - 1).bit_length())
     kernel[(1,)](
-        tree.tokens, tree.parents, tree.num_nodes, choices, out.path, out.num_accepted, out.emitted, next_anchor,
+        tree.tokens, tree.parents, tree.num_nodes, choices, out.path, out.num_accepted, out.told, next_anchor,
         max_depth,
         ROWS=rows, num_warps=_warps(rows, 128, 8),
     )  # fmt: skip

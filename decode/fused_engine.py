@@ -1,5 +1,8 @@
 """The engine for NVIDIA GPUs: decoding of one prompt at a time, each round a CUDA graph and a small read (with auto two or three).
 
+A round starts before the one before it has been read, so that the GPU never waits for the host (not with auto, where the host
+chooses); at the end of a response one round is for nothing.
+
 It answers to the same calls as the portable ``engine.Engine`` and gives the same rounds (at a temperature above 0, rounds
 of the same distribution); what it cannot do (targets that ``fused_target`` does not compute, very wide blocks) stays with that one.
 """
@@ -113,7 +116,7 @@ class FusedEngine:
         tokens, num_accepted, cut = [int(anchor)], [], None
         start_s = self._now_s()
         while tokens[-1] not in self.eos_token_ids and len(tokens) < prefix.max_new_tokens:
-            said = round_.advance()
+            said = round_.advance(ahead=len(tokens) + 1 < prefix.max_new_tokens)
             accepted, cut = cut_accepted(said[:-1], self.eos_token_ids, prefix.max_new_tokens - len(tokens))
             added = accepted if cut else said
             tokens += added

@@ -6,6 +6,7 @@ anchor's token stands in the drafter's slots and in the tree's root row, ``lengt
 Shape legend: B block size, R rows, P walk length, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ class FusedRound:
             self.tree.set_chain()
         by_context = target.splits_by_context or self.builder is not None
         self._graphs = RoundGraphs(target, self._work, self.anchor, by_context=by_context, pool=pool)
+        self._unread: deque[Telling] = deque()
         self.held = 0
-        """Committed tokens, as the host counts them."""
+        """Committed tokens, as the host counts them: those of rounds that it has read."""
 
     @torch.no_grad()
     def start(self, input_ids: Tensor) -> int:
@@ -89,6 +91,7 @@ class FusedRound:
         _, choice = self.target.prefill(input_ids, extend)
         self.anchor.copy_(choice)
         self.held = input_ids.numel()
+        self._unread.clear()
         return int(choice)
 
     @torch.no_grad()
@@ -102,12 +105,20 @@ class FusedRound:
         self.target.rewind(num_tokens)
         self.anchor.copy_(anchor)
         self.held = num_tokens
+        self._unread.clear()
 
     @torch.no_grad()
-    def advance(self) -> list[int]:
-        """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them."""
-        self.launch()
-        said = torch.cat([self.walked.num_accepted.long(), self.walked.emitted]).tolist()
+    def advance(self, *, ahead: bool = False) -> list[int]:
+        """One round: the accepted tokens and the bonus token. The only host synchronisation is reading them.
+
+        Args:
+            ahead: start the next round before this one is read, so that the device does not wait for the host; the next
+                call reads it. Where the response has ended meanwhile it is for nothing, and ``resume_at`` forgets it.
+        """
+        while len(self._unread) < 1 + ahead:
+            self.launch()
+            self._unread.append(Telling(self.walked.told))
+        said = self._unread.popleft().read()
         self.held += said[0] + 1
         return said[1 : said[0] + 2]
 
@@ -167,6 +178,27 @@ class FusedRound:
             count = self.drafter.config.block_size if self.depth else 1
             self.drafter.extend(self.step.taps.index_select(0, self.walked.path[:count].long()))
         self.target.length += self.walked.num_accepted + 1
+
+
+class Telling:
+    """A copy of a small tensor on its way to the host: it is that of now, whatever overwrites the tensor later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if not tensor.is_cuda:
+            self._copy = tensor.clone()
+            return
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        """The numbers, once they have come."""
+        if self._event is not None:
+            self._event.synchronize()
+        told: list[int] = self._copy.tolist()
+        return told
 
 
 class RoundGraphs:

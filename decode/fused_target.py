@@ -34,8 +34,9 @@ FAMILIES = (
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 PREFILL_ROWS = 512
 LONG_CONTEXT_TOKENS = 3072
-SLACK_SLOTS = 128
-"""Cache slots behind the last row, so that a tile of keys never reaches outside."""
+SLACK_SLOTS = 128 + 16
+"""Cache slots behind the last row of a round that begins within the context: a tile of keys never reaches outside, nor do the
+rows of a round that was started before the end was seen."""
 
 
 def padded_rows(num_rows: int) -> int:

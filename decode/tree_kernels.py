@@ -12,14 +12,30 @@ DEAD = tl.constexpr(0x7FF0000000000000)  # key of -inf
 
 
 @triton.jit
-def log_sum_kernel(logits, out, row_stride, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Partial (max, Σ exp) of one chunk of one row of logits: out (rows, chunks, 2)."""
+def _ordered(value):
+    """int32 in the order of float32 numbers."""
+    value = tl.where(value == 0.0, 0.0, value)  # -0.0 and 0.0 are one logit
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def log_sum_kernel(
+    logits, out, tops, row_stride, width, num_groups, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Partial (max, Σ exp) of one chunk of one row of logits: out (rows, chunks, 2). With GROUP > 0 the greatest logit
+    of every so many neighbours, too, as ``_ordered`` gives it: tops (rows, groups).
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
         at = chunk * CHUNK + start + tl.arange(0, BLOCK)
         value = tl.load(logits + row * row_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
+        if GROUP > 0:
+            group = (chunk * CHUNK + start) // GROUP + tl.arange(0, BLOCK // GROUP)
+            top = tl.max(tl.reshape(_ordered(value), (BLOCK // GROUP, GROUP)), axis=1)
+            tl.store(tops + row * num_groups + group, top, mask=group < num_groups)
         new_best = tl.maximum(tl.maximum(best, value), -1.0e30)
         total = total * tl.exp(best - new_best) + tl.exp(value - new_best)
         best = new_best
@@ -27,6 +43,56 @@ def log_sum_kernel(logits, out, row_stride, width, CHUNK: tl.constexpr, BLOCK: t
     place = out + (row * tl.num_programs(1) + chunk) * 2
     tl.store(place, top)
     tl.store(place + 1, tl.sum(total * tl.exp(best - top), axis=0))
+
+
+@triton.jit
+def _greatest_reached(keys, inside, num_wanted):
+    """The greatest int32 that at least ``num_wanted`` of the keys ``inside`` reach."""
+    low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), axis=0).to(tl.int64)
+    high = tl.max(tl.where(inside, keys, -0x7FFFFFFF), axis=0).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        reached = tl.sum((inside & (keys >= middle.to(tl.int32))).to(tl.int32), axis=0)
+        low = tl.where(reached >= num_wanted, middle, low)
+        high = tl.where(reached >= num_wanted, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def top_kernel(
+    logits, tops, chosen_groups, values, token_ids, row_stride, width, num_groups, num_ranks,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """The ``num_ranks`` best tokens of a row (greater logit first, then smaller id), in no order. One program a row.
+
+    They lie in the ``num_ranks`` groups with the greatest ``tops`` (of equal ones the first): each of those holds a
+    token no worse than any outside.
+    """
+    row = tl.program_id(0)
+    at = tl.arange(0, GROUPS)
+    inside = at < num_groups
+    top = tl.load(tops + row * num_groups + at, mask=inside, other=-0x7FFFFFFF)
+    edge = _greatest_reached(top, inside, num_ranks)
+    better, tied = inside & (top > edge), inside & (top == edge)
+    num_better = tl.sum(better.to(tl.int32), axis=0)
+    packed = tl.cumsum(better.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
+    slot = tl.where(better, packed & 0xFFFF, num_better + (packed >> 16)) - 1
+    tl.store(chosen_groups + row * num_ranks + slot, at, mask=(better | tied) & (slot < num_ranks))
+    tl.debug_barrier()
+    place = tl.arange(0, RANKS * GROUP)
+    used = place // GROUP < num_ranks
+    token = tl.load(chosen_groups + row * num_ranks + place // GROUP, mask=used, other=0) * GROUP + place % GROUP
+    used = used & (token < width)
+    value = tl.load(logits + row * row_stride + token, mask=used, other=float("-inf")).to(tl.float32)
+    key = _ordered(value)
+    edge = _greatest_reached(key, used, num_ranks)
+    better, tied = used & (key > edge), used & (key == edge)
+    num_better = tl.sum(better.to(tl.int32), axis=0)
+    last = -_greatest_reached(-token, tied, num_ranks - num_better)  # of the tied ones, the smaller ids
+    stays = better | (tied & (token <= last))
+    slot = tl.cumsum(stays.to(tl.int32), axis=0) - 1
+    tl.store(values + row * num_ranks + slot, value, mask=stays)
+    tl.store(token_ids + row * num_ranks + slot, token, mask=stays)
 
 
 @triton.jit
@@ -39,9 +105,7 @@ def rank_kernel(
     inside = at < num_ranks
     value = tl.load(values + row * num_ranks + at, mask=inside, other=float("-inf")).to(tl.float32)
     token = tl.load(token_ids + row * num_ranks + at, mask=inside, other=0)
-    value = tl.where(value == 0.0, 0.0, value)  # -0.0 and 0.0 are one logit
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+    ordered = _ordered(value).to(tl.int64)
     packed = tl.sort((ordered << 32) | (0x7FFFFFFF - token), descending=True)
     ordered = (packed >> 32).to(tl.int32)
     value = tl.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -66,6 +130,20 @@ def _count_up_to(keys, num_alive, edge, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _count_quarters(keys, num_alive, first, second, third, CHUNK: tl.constexpr):
+    """How many of the first ``num_alive`` keys are at most each of three edges, the keys read once."""
+    up_to_first = tl.zeros((CHUNK,), tl.int32)
+    up_to_second, up_to_third = up_to_first, up_to_first
+    for start in range(0, num_alive, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        key = tl.load(keys + at, mask=at < num_alive, other=DEAD)
+        up_to_first += (key <= first).to(tl.int32)
+        up_to_second += (key <= second).to(tl.int32)
+        up_to_third += (key <= third).to(tl.int32)
+    return tl.sum(up_to_first, axis=0), tl.sum(up_to_second, axis=0), tl.sum(up_to_third, axis=0)
+
+
+@triton.jit
 def _snap(keys, num_alive, low, high, CHUNK: tl.constexpr):
     """Narrow a bracket to the keys inside it: the smallest from ``low`` on, the greatest up to ``high``."""
     least = tl.full((CHUNK,), DEAD, tl.int64)
@@ -83,7 +161,7 @@ def grow_kernel(
     log_probs, pairs, pair_ends, frontier_scores, frontier_records, level_keys, keys, items, record_parents,
     record_ranks,
     num_kept_out, num_depths, num_ranks, budget, capacity,
-    FRONTIER: tl.constexpr, CHUNK: tl.constexpr, COMPARED: tl.constexpr,
+    FRONTIER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grow the tree level by level in one program.
 
@@ -91,7 +169,7 @@ def grow_kernel(
     paths (best first) times the ranks of the next depth. The i-th path (from 0) with rank r has (i + 1)(r + 1)
     candidates and i + 1 frontier paths no worse than itself, so only pairs with (i + 1)(r + 2) <= budget are tried,
     and of these only the ones inside the present edge. The edge is the budget-th key of kept nodes and candidates
-    together; bisection finds it. ``keys`` and ``items`` are two buffers of ``capacity``, used in turn. An item is a
+    together; it is searched by quarters of a bracket. ``keys`` and ``items`` are two buffers of ``capacity``, used in turn. An item is a
     record's id, or for a candidate the negative code of its parent's record and its rank.
     """
     place = tl.arange(0, FRONTIER)
@@ -131,12 +209,19 @@ def grow_kernel(
         if (num_alive > num_kept) & (num_alive > budget):
             low, high, step = best_key, edge, 0
             while low < high:
-                if step % 8 == 0:  # a group of ties alone in the bracket would cost a step for every bit
+                if step % 4 == 0:  # a group of ties alone in the bracket would cost a step for every two bits
                     low, high = _snap(keys_in, num_alive, low, high, CHUNK)
-                middle = low + (high - low) // 2
-                count = _count_up_to(keys_in, num_alive, middle, CHUNK)
-                high = tl.where(count >= budget, middle, high)
-                low = tl.where(count < budget, middle + 1, tl.where(count == budget, middle, low))
+                quarter = (high - low) // 4
+                first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+                in_first, in_second, in_third = _count_quarters(keys_in, num_alive, first, second, third, CHUNK)
+                if in_first >= budget:
+                    high, low = first, tl.where(in_first == budget, first, low)
+                elif in_second >= budget:
+                    high, low = second, tl.where(in_second == budget, second, first + 1)
+                elif in_third >= budget:
+                    high, low = third, tl.where(in_third == budget, third, second + 1)
+                else:
+                    low = third + 1
                 step += 1
             edge = high
         # Strictly better nodes always fit; of those that tie with the edge, the buffers take the first.
@@ -169,11 +254,9 @@ def grow_kernel(
             # A path's place among the level's is the number of better ones; of equal ones the earlier is better.
             key = tl.load(level_keys + place, mask=place < num_new, other=DEAD)
             order = tl.zeros((FRONTIER,), tl.int32)
-            for start in range(0, num_new, COMPARED):
-                other = start + tl.arange(0, COMPARED)
-                other_key = tl.load(level_keys + other, mask=other < num_new, other=DEAD)[None, :]
-                earlier = (other[None, :] < place[:, None]) & (other_key == key[:, None])
-                order += tl.sum(((other_key < key[:, None]) | earlier).to(tl.int32), axis=1)
+            for other in range(num_new):
+                other_key = tl.load(level_keys + other)
+                order += (other_key < key + (other < place).to(tl.int64)).to(tl.int32)
             tl.store(frontier_scores + order, -key.to(tl.float64, bitcast=True), mask=place < num_new)
             tl.store(frontier_records + order, depth * FRONTIER + place, mask=place < num_new)
             tl.debug_barrier()
@@ -272,12 +355,12 @@ def mask_kernel(
 
 @triton.jit
 def walk_kernel(
-    tokens, parents, num_nodes, choices, path, num_accepted, emitted, next_anchor, max_steps, ROWS: tl.constexpr
+    tokens, parents, num_nodes, choices, path, num_accepted, told, next_anchor, max_steps, ROWS: tl.constexpr
 ):
     """Follow the target's choices from the root; one program.
 
-    Writes the rows walked (``path``, root first), how many nodes were accepted, and the tokens said: the accepted
-    ones, then the bonus token, which is also the next anchor.
+    Writes the rows walked (``path``, root first), how many nodes were accepted, and, behind that number once more, the tokens said: the
+    accepted ones, then the bonus token, which is also the next anchor.
     """
     row = tl.arange(0, ROWS)
     is_node = (row >= 1) & (row <= tl.load(num_nodes))
@@ -291,11 +374,12 @@ def walk_kernel(
         child = tl.max(tl.where((parent == at) & (token == choice), row, 0), axis=0)
         going = tl.where(child > 0, going, 0)
         if going > 0:
-            tl.store(emitted + accepted, choice)
+            tl.store(told + 1 + accepted, choice)
             accepted += 1
             at = child
             tl.store(path + accepted, child)
     bonus = tl.load(choices + at)
-    tl.store(emitted + accepted, bonus)
+    tl.store(told + 1 + accepted, bonus)
     tl.store(next_anchor, bonus)
     tl.store(num_accepted, accepted)
+    tl.store(told, accepted.to(tl.int64))

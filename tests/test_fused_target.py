@@ -239,6 +239,26 @@ def test_device_tree_equals_the_heap() -> None:
                 assert torch.equal(mask, ancestor_mask(smaller.parents))
 
 
+@needs_kernels
+@pytest.mark.parametrize("is_coarse", [False, True], ids=["logits", "ties"])
+def test_a_tree_starts_from_the_best_tokens_of_each_depth(is_coarse: bool) -> None:
+    """Over a vocabulary of many groups, where torch's topk would choose among ties as it likes."""
+    num_depths, vocab = 3, 9001
+    logits = torch.randn(num_depths, vocab, generator=torch.Generator().manual_seed(7)) * 3
+    if is_coarse:
+        logits = logits.round()
+        logits[1] = 0.0
+        logits[1, ::3] = -0.0
+        logits[2, :8000] = -float("inf")
+    for budget in (20, 128):
+        builder = TreeBuilder(num_depths, vocab, budget, TreeBuffers.allocate(padded_rows(budget + 1), DEVICE))
+        assert builder.group
+        builder.build(logits.to(DEVICE))
+        found = builder._buffers(torch.device(DEVICE))["ranked_ids"].view(num_depths, -1).tolist()
+        values = logits.tolist()
+        assert found == [sorted(range(vocab), key=lambda i, row=row: (-row[i], i))[:budget] for row in values]
+
+
 def test_walk_follows_choices() -> None:
     tree = build_tree(torch.randn(5, 40, generator=torch.Generator().manual_seed(5)), 30)
     buffers = TreeBuffers.allocate(32, DEVICE)
@@ -252,6 +272,7 @@ def test_walk_follows_choices() -> None:
         out, anchor = WalkBuffers.allocate(5, DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE)
         walk(buffers, choices.to(DEVICE), out, anchor, 5)
         assert int(out.num_accepted) == path.numel() - 1
+        assert int(out.told[0]) == path.numel() - 1
         assert out.path[: path.numel()].tolist() == path.tolist()
         expected = [*(int(tree.tokens[i - 1]) for i in path[1:].tolist()), 96]
         assert out.emitted[: path.numel()].tolist() == expected
@@ -319,7 +340,7 @@ def test_kernels_in_the_interpreter() -> None:
     """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own."""
     from helpers import run_command
 
-    chosen = "(attention_kernel and float32) or row_kernels or device_tree or walk"
+    chosen = "(attention_kernel and float32) or row_kernels or device_tree or best_tokens or walk"
     done = run_command(
         "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__), "-k", chosen, TRITON_INTERPRET="1",
         PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
