@@ -228,8 +228,8 @@ class TreeBuilder:
 
 def grow_shape(budget: int, frontier: int) -> tuple[int, int]:
     """Of the one program that grows a tree: keys it reads at once, warps."""
-    chunk = max(64, min(1024, 4 * budget)) if budget <= 64 or budget > 512 else 512
-    return power_of_two(chunk), _warps(frontier, 32 if frontier <= 128 else 64, 16)
+    chunk = max(64, min(128, power_of_two(2 * budget))) if budget <= 64 else 512
+    return chunk, _warps(frontier, 32 if frontier <= 128 else 64, 16)
 
 
 @dataclass(slots=True)

@@ -62,11 +62,11 @@ def open_engine(
 def _untried(config: EvalConfig, model: Any, methods: list[Method]) -> str | None:
     """What no evaluation by the fused engine has done on a GPU yet, though it takes it; None where all has been."""
     if is_hybrid(model):
-        return "no evaluation of a hybrid target has been tried with it on a GPU yet; --engine fused takes them"
+        return "only tiny hybrid targets have been evaluated with it on a GPU yet; --engine fused takes them"
     if has_experts(decoder_layers(model)):
-        return "no target with experts has been decoded with it on a GPU yet; --engine fused takes them"
+        return "only tiny targets with experts have been evaluated with it on a GPU yet; --engine fused takes them"
     if config.temperature > 0:
-        return "no sampled evaluation has been tried with it on a GPU yet; --engine fused takes it"
+        return "only tiny targets have been sampled with it on a GPU yet; --engine fused takes it"
     if any(name == DDTREE_AUTO for name, _ in methods):
-        return "budgets auto have not been tried with it on a GPU yet; --engine fused takes them"
+        return "budgets auto have only been tried on tiny targets with it on a GPU yet; --engine fused takes them"
     return None

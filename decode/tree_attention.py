@@ -35,6 +35,7 @@ def tree_attention_kernel(
 ):  # fmt: skip
     """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.num_programs(0) - 1 - tile  # the last rows have the most keys: those programs begin first
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
     dim = tl.arange(0, DIM)
