@@ -152,10 +152,10 @@ class TreeBuilder:
                 "pairs": torch.tensor(pairs or [0], dtype=i32, device=device),
                 "pair_ends": torch.tensor([0, *itertools.accumulate(counts)], dtype=i32, device=device),
                 "partial": zeros(self.num_depths * self.num_chunks * 2, torch.float32),
-                "tops": zeros(self.num_depths * self.num_groups).view(self.num_depths, -1),
-                "chosen_groups": zeros(self.num_depths * self.num_ranks if self.group else 1),
-                "top_values": zeros(self.num_depths * self.num_ranks if self.group else 1, torch.float32),
-                "top_ids": zeros(self.num_depths * self.num_ranks if self.group else 1),
+                "tops": zeros(self.num_depths * self.num_groups),
+                "chosen_groups": zeros(self.num_depths * self.num_ranks),
+                "top_values": zeros(self.num_depths * self.num_ranks, torch.float32),
+                "top_ids": zeros(self.num_depths * self.num_ranks),
                 "log_probs": zeros(self.num_depths * self.num_ranks, torch.float32),
                 "ranked_ids": zeros(self.num_depths * self.num_ranks, torch.long),
                 "frontier_scores": zeros(self.frontier, torch.float64),
@@ -172,9 +172,9 @@ class TreeBuilder:
         return self._scratch
 
     def _rank(self, logits: Tensor, s: dict[str, Tensor]) -> None:
-        from .tree_kernels import log_sum_kernel, rank_kernel, top_kernel
+        from .rank_kernels import log_sum_kernel, rank_kernel, top_kernel
 
-        num_groups, group = s["tops"].shape[1], self.group
+        num_groups, group = self.num_groups, self.group
         log_sum_kernel[(self.num_depths, self.num_chunks)](
             logits, s["partial"], s["tops"], logits.stride(0), logits.shape[1], num_groups, CHUNK=LOGIT_CHUNK, BLOCK=1024,
             GROUP=group, num_warps=4,

@@ -60,7 +60,7 @@ def open_engine(
 
 
 def _untried(config: EvalConfig, model: Any, methods: list[Method]) -> str | None:
-    """What no evaluation by the fused engine has done on a GPU yet, though it takes it; None where all has been."""
+    """What the fused engine takes, but has done on a GPU in evaluations of tiny targets at most; None where there is nothing."""
     if is_hybrid(model):
         return "only tiny hybrid targets have been evaluated with it on a GPU yet; --engine fused takes them"
     if has_experts(decoder_layers(model)):
