@@ -2,9 +2,11 @@
 
     python benchmarks/decode_vllm.py --target runs/demo/model --ckpt data/drafters/smollm2-135m-instruct
     python benchmarks/decode_vllm.py --shape qwen3-8b --context 512          # random weights, on a GPU
+    python benchmarks/decode_vllm.py --dtype float32 --target … --ckpt …     # on a GPU: whether tokens and rounds are the same
 
 One prompt at a time, greedy. Ours comes first and last, so that a machine that changes its speed meanwhile shows; between
-them vLLM without the drafter, and with it. On a GPU ours is the fused engine in bfloat16, on a CPU the portable one in float32.
+them vLLM without the drafter, and with it. On a GPU ours is the fused engine in bfloat16, in float32 and on a CPU the portable one.
+In float32 on a GPU vLLM computes attention by its Triton kernels, since FlashAttention takes half precision alone.
 Prefill is left out everywhere; vLLM's times are those of its own metrics. ``differing_tokens`` are against our own first
 autoregressive responses; ``unequal_rounds`` are responses whose accepted draft tokens are not those of our chain, round for round.
 The last line of the output is one JSON object. Random weights accept almost nothing: there the time of a round is what counts.
@@ -29,7 +31,7 @@ from decode.conversation import Conversation
 from decode.engine import Engine, Generation, Method
 from decode.results import count_differences
 from decode.target_runner import TargetRunner
-from decode.vllm_engine import VllmSetup, start_vllm
+from decode.vllm_engine import VllmSetup, reason_against_vllm, start_vllm
 from dflash_kit.acceptance import summarise
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.drafter import Drafter
@@ -39,7 +41,6 @@ from dflash_kit.vllm_version import installed_vllm
 
 WARM_UP_TOKENS = 8
 HAS_GPU = torch.cuda.is_available()
-DTYPE = "bfloat16" if HAS_GPU else "float32"
 
 Generations = dict[Method, list[Generation]]
 
@@ -67,7 +68,7 @@ def main() -> None:
         "hardware": torch.cuda.get_device_name() if HAS_GPU else f"CPU ({platform.processor() or platform.machine()})",
         "cores": None if HAS_GPU else len(os.sched_getaffinity(0)) if arguments.threads is None else arguments.threads,
         "load_before_and_after": [load_before, os.getloadavg()[0]],
-        "dtype": DTYPE,
+        "dtype": arguments.dtype,
         "torch": torch.__version__,
         "prompts": len(prompts),
         "prompt_tokens": [len(prompt) for prompt in prompts],
@@ -90,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=3, help="all prompts so often in each engine; medians count")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if HAS_GPU else "float32")
     parser.add_argument("--threads", type=int, help="CPU threads of both; default: all cores")
     arguments = parser.parse_args()
     if not arguments.shape and not (arguments.target and arguments.ckpt):
@@ -129,16 +131,19 @@ def make_setup(
     prompts: list[list[int]],
 ) -> VllmSetup:
     """What all engines run."""
-    num_draft_tokens = Drafter.from_pretrained(ckpt).config.num_draft_tokens
+    config = Drafter.from_pretrained(ckpt).config
+    if reason := reason_against_vllm(config, on_cpu=not HAS_GPU):
+        sys.exit(f"error: {reason}")
     return VllmSetup(
         target=target,
         ckpt=ckpt,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=config.num_draft_tokens,
         eos_token_ids=eos_token_ids,
-        dtype=DTYPE,
+        dtype=arguments.dtype,
         max_context=max(map(len, prompts)) + arguments.max_new_tokens,
         max_positions=max_positions,
         num_cores=arguments.threads,
+        engine_args={"attention_backend": "TRITON_ATTN"} if HAS_GPU and arguments.dtype == "float32" else {},
     )
 
 
@@ -146,12 +151,13 @@ def ours(
     setup: VllmSetup, prompts: list[list[int]], methods: list[Method], arguments: argparse.Namespace
 ) -> tuple[Generations, str]:
     """Our own engine: responses by method, repetition after repetition, and the engine's name."""
-    dtype, device = getattr(torch, DTYPE), "cuda" if HAS_GPU else "cpu"
+    dtype, device = getattr(torch, arguments.dtype), "cuda" if HAS_GPU else "cpu"
+    is_fused = HAS_GPU and dtype == torch.bfloat16
     drafter = Drafter.from_pretrained(setup.ckpt, dtype=dtype, device=device)
     model = load_target(setup.target, dtype=dtype, device=device)
     context = {"eos_token_ids": setup.eos_token_ids, "max_context": setup.max_context}
     engine: Any
-    if HAS_GPU:
+    if is_fused:
         from decode.fused_engine import FusedEngine
 
         engine = FusedEngine(model, drafter, **context, max_budget=setup.num_draft_tokens)
@@ -159,7 +165,7 @@ def ours(
         runner = TargetRunner(model, drafter.config.target_layer_ids)
         engine = Engine(runner, drafter, TargetEnds.from_model(model), **context)
     found = decode_all(engine, prompts, methods, arguments)
-    name = "fused" if HAS_GPU else "portable"
+    name = "fused" if is_fused else "portable"
     del engine, model, drafter
     if HAS_GPU:
         torch.cuda.empty_cache()

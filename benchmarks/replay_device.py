@@ -132,7 +132,7 @@ class Bench:
         drafter = Drafter.from_pretrained(self.options.ckpt, **self.place)
         if not fused:
             return portable_engine(model, drafter, self.ends, self.spec)
-        reason = reason_against(model, drafter, [(m.name, m.budget) for m in self.methods], 0.0)
+        reason = reason_against(model, drafter, [(m.name, m.budget) for m in self.methods])
         if reason:
             raise SystemExit(f"the fused engine does not take this target: {reason}")
         self.engine = "fused"

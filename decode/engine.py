@@ -23,6 +23,7 @@ from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import Tree, build_tree, chain_tree, empty_tree
 
 from .auto_budget import AutoBudget, CostTable, ladder, measure_costs
+from .float32_pass import PlainLogits, plain_logits
 from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
 from .walk import Walk, walk
@@ -166,6 +167,10 @@ class Engine:
         )
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
+
+    def plain_logits(self, token_ids: list[int], num_last: int) -> PlainLogits:
+        """What the target says without us, see ``float32_pass``; what was prefilled stays."""
+        return plain_logits(self.target.model, token_ids, num_last)
 
     @torch.no_grad()
     def _round(

@@ -21,6 +21,7 @@ from dflash_kit.errors import KitError
 from .auto_budget import AutoBudget
 from .auto_round import AutoRound
 from .engine import Generation, Method, Prefix, require_context, require_finite
+from .float32_pass import PlainLogits, plain_logits
 from .fused_drafter import FusedDrafter
 from .fused_round import FusedRound
 from .fused_target import FusedTarget, check_supported, padded_rows
@@ -67,6 +68,7 @@ class FusedEngine:
     def __init__(
         self, model: Any, drafter: Drafter, *, eos_token_ids: Collection[int], max_context: int, max_budget: int
     ) -> None:
+        self._model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_context = min(max_context, _tokens_that_fit(model, drafter))
         rows = padded_rows(max(max_budget, drafter.config.num_draft_tokens) + 1)
@@ -134,6 +136,10 @@ class FusedEngine:
         )
         assert log.new_tokens == len(tokens), "rounds and tokens disagree: a bug of the engine"
         return Generation(tokens, log)
+
+    def plain_logits(self, token_ids: list[int], num_last: int) -> PlainLogits:
+        """What the target says without us, see ``float32_pass``; what was prefilled stays."""
+        return plain_logits(self._model, token_ids, num_last)
 
     def _round(self, method: Method, sampling: Sampling) -> FusedRound | AutoRound:
         key = method, sampling

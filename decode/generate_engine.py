@@ -11,6 +11,7 @@ from dflash_kit.acceptance import AR, RoundLog
 from dflash_kit.hf_assistant import DFlashAssistant
 
 from .engine import Generation, Method, require_context, require_finite
+from .float32_pass import PlainLogits, plain_logits
 from .prompt_prefix import PromptPrefix
 from .sampling import GREEDY, Sampling
 
@@ -120,6 +121,10 @@ class GenerateEngine:
         """Draft tokens of the last block, as ``generate`` chose them."""
         logits = self.target.get_output_embeddings()(self._drafted[-1][:, 1:])
         return list(logits.argmax(dim=-1)[0].tolist())
+
+    def plain_logits(self, token_ids: list[int], num_last: int) -> PlainLogits:
+        """What the target says without us, see ``float32_pass``; what was prefilled stays."""
+        return plain_logits(self.target, token_ids, num_last)
 
     @torch.no_grad()
     def _logits(self, prompt_ids: list[int]) -> Tensor:

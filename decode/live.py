@@ -10,8 +10,9 @@ from dflash_kit.benchmark_prompts import BenchmarkPrompt
 from dflash_kit.target import digest
 
 from .conversation import Conversation
-from .divergence import Divergence, first_difference, measure_divergence
+from .divergence import NOISE_TOKENS, Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
+from .float32_pass import PlainLogits
 from .fused_engine import FusedEngine
 from .generate_engine import GenerateEngine
 from .prompt_prefix import PromptPrefix
@@ -140,7 +141,7 @@ class LiveEvaluation:
         if self.config.temperature > 0:
             return []
         baseline = {r.turn: r for r in responses if r.method[0] == AR}
-        logits: dict[tuple[int, int], torch.Tensor] = {}  # methods often diverge at the same token
+        said: dict[tuple[int, int], PlainLogits] = {}  # methods often diverge at the same token
         found = []
         for response in responses:
             turn, ar = response.turn, baseline.get(response.turn)
@@ -149,13 +150,12 @@ class LiveEvaluation:
             position = first_difference(response.token_ids, ar.token_ids)
             if position is None:
                 continue
-            if (turn, position) not in logits:
+            if (turn, position) not in said:
                 common = prompts[turn, ar.method] + list(ar.token_ids[:position])
-                logits[turn, position] = self.engine.prefill(common, 1, 0, response.log.prompt_id).logits
-                self._prefilled = None  # the engine holds this prefix now
+                said[turn, position] = self.engine.plain_logits(common, NOISE_TOKENS)
             found.append(
                 measure_divergence(
-                    logits[turn, position],
+                    said[turn, position],
                     self._dtype,
                     turn=turn,
                     method=response.method,

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from .divergence import MAX_ROUNDING_STEPS, Divergence
+from .divergence import Divergence
 from .live import method_label
 from .results import PromptResult, total_differences
 
@@ -43,7 +43,8 @@ def judge(results: Sequence[PromptResult], dtype: str) -> int:
             file=sys.stderr,
         )
     else:
-        print(f"every first difference is within {MAX_ROUNDING_STEPS:g} rounding steps of {dtype}")
+        widest = max((divergence.allowed_steps for divergence, _ in found), default=0.0)
+        print(f"every first difference is within what rounding explains, at most {widest:.3g} steps of {dtype}")
     return 0
 
 
@@ -56,9 +57,9 @@ def _describe(divergence: Divergence, result: PromptResult, dtype: str) -> str:
             "ended" if token is None else f"took {token}" for token in (divergence.token, divergence.ar_token)
         )
         return f"{where}: {label} {ours} where autoregressive decoding {theirs}; no rounding does that"
-    bound = MAX_ROUNDING_STEPS * divergence.rounding_step
+    bound = divergence.allowed_steps * divergence.rounding_step
     return (
         f"{where}: {label} took {divergence.token} where autoregressive decoding took {divergence.ar_token}; their logits "
         f"are {divergence.gap:.4g} apart, {divergence.steps:.4g} rounding steps of {dtype}, and rounding explains at most "
-        f"{bound:.4g} ({MAX_ROUNDING_STEPS:g} steps): verification or commit is wrong"
+        f"{bound:.4g} ({divergence.allowed_steps:.4g} steps): verification or commit is wrong"
     )

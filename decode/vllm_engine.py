@@ -21,6 +21,7 @@ from dflash_kit.vllm_calls import ask, stop
 from dflash_kit.vllm_environment import check_engine_args, prepare_environment
 
 from .engine import Generation, Method, require_context, require_finite
+from .float32_pass import PlainLogits
 from .prompt_prefix import PromptPrefix
 from .sampling import GREEDY, Sampling
 from .vllm_rounds import Counters, read_rounds
@@ -110,6 +111,11 @@ class VllmEngine:
         )
         assert log.new_tokens == len(token_ids), "rounds and tokens disagree: a bug"
         return Generation(token_ids, log)
+
+    def plain_logits(self, token_ids: list[int], _num_last: int) -> PlainLogits:
+        """Behind the last token alone, by a prefill of vLLM's in its dtype, which stands for float32 as well."""
+        logits = self._logits(token_ids)[None]
+        return PlainLogits(logits, logits)
 
     def close(self) -> None:
         """End vLLM's processes."""

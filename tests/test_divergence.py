@@ -11,7 +11,16 @@ from drafting import tiny_drafter
 
 from decode.cli import main
 from decode.conversation import Conversation
-from decode.divergence import MAX_ROUNDING_STEPS, Divergence, first_difference, measure_divergence, rounding_step
+from decode.divergence import (
+    MAX_ROUNDING_STEPS,
+    NOISE_FACTOR,
+    Divergence,
+    first_difference,
+    measure_divergence,
+    rounding_noise,
+    rounding_step,
+)
+from decode.float32_pass import PlainLogits
 from decode.report import build_report, divergence_lines, write_report
 from decode.results import PromptResult, Response
 from decode.sampling import choose_tokens
@@ -107,7 +116,7 @@ def test_a_clearly_wrong_token_fails(
         f"turn {worst.turn}, token 1:",
         f"chain took {worst.token} where autoregressive decoding took {worst.ar_token}",
         f"{worst.gap:.4g} apart",
-        f"at most {MAX_ROUNDING_STEPS * worst.rounding_step:.4g} (",
+        f"at most {worst.allowed_steps * worst.rounding_step:.4g} (",
         "2 more such responses",
     ):
         assert words in error[0]
@@ -135,12 +144,14 @@ def test_first_difference() -> None:
     assert first_difference((1, 2), (1, 2, 3)) == 2
 
 
-def measured(token: int, ours: tuple[int, ...] = ()) -> Divergence:
-    """At position 1, where the logits are 1.5, 1.5 - 8 steps, 1.5 - 9 steps of bfloat16."""
-    logits = torch.tensor([1.5, 1.5 - 8 * BF16_STEP, 1.5 - 9 * BF16_STEP])
+def measured(token: int, ours: tuple[int, ...] = (), noise_steps: float = 0.0) -> Divergence:
+    """At position 1, where the logits are 1.5, 1.5 - 8 steps, 1.5 - 9 steps of bfloat16; rounding moved the first one before."""
+    logits = torch.tensor([1.5, 1.5 - 8 * BF16_STEP, 1.5 - 9 * BF16_STEP]).expand(3, 3)
+    own = logits.clone()
+    own[0, 0] += noise_steps * BF16_STEP
     ours = ours or (2, token)
     return measure_divergence(
-        logits, torch.bfloat16, turn=0, method=("chain", 3), position=1, ours=ours, baseline=(2, 0, 1)
+        PlainLogits(own, logits), torch.bfloat16, turn=0, method=("chain", 3), position=1, ours=ours, baseline=(2, 0, 1)
     )
 
 
@@ -163,6 +174,27 @@ def test_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge([make_result("a", near), make_result("b", far)], "bfloat16") == 1
     assert "prompt b of bench, turn 0, token 1: chain took 2" in capsys.readouterr().err
     assert judge([make_result("a", near)], "float32") == 1, "in float32 any difference fails"
+
+
+def test_what_rounding_does_to_the_target_widens_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [measured(2, noise_steps=n).allowed_steps for n in (0, 2, -3)] == [8.0, 8.0, 3 * NOISE_FACTOR]
+    assert judge([make_result("a", measured(2, noise_steps=2.25))], "bfloat16") == 0
+    assert "at most 9 steps of bfloat16" in capsys.readouterr().out
+    assert judge([make_result("a", measured(2, noise_steps=2.125))], "bfloat16") == 1
+    assert "(8.5 steps)" in capsys.readouterr().err
+
+
+def test_noise_is_of_the_two_tokens_that_float32_thinks_likeliest() -> None:
+    exact = torch.tensor([[3.0, 2.0, 1.0, -torch.inf], [0.5, 0.25, 0.0, -torch.inf]])
+    own = exact + torch.tensor([[0.0, 0.0, 2.0, 0.0], [0.0, 0.125, 0.0, 0.0]])
+    assert rounding_noise(PlainLogits(own, exact), torch.bfloat16) == 0.125 / 2.0**-8
+    assert rounding_noise(PlainLogits(exact, exact), torch.bfloat16) == 0.0
+
+
+def test_results_without_noise_load() -> None:
+    values = measured(2).to_dict()
+    del values["noise_steps"]
+    assert Divergence.from_dict(values) == measured(2)
 
 
 def test_a_response_that_merely_stops_fails(capsys: pytest.CaptureFixture[str]) -> None:

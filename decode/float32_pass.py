@@ -1,0 +1,98 @@
+"""What a target says in its own dtype and in float32, without a second copy of it: one layer is widened at a time."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dflash_kit.target import decoder_layers
+
+HALF = (torch.bfloat16, torch.float16)
+PLAIN = (*HALF, torch.float32)
+
+
+class PlainLogits(NamedTuple):
+    """What a target says behind each of the last n tokens of a text, (n, V) float32 both."""
+
+    own: Tensor
+    """As the target computes."""
+    float32: Tensor
+    """As it would compute in float32."""
+
+
+@torch.no_grad()
+def plain_logits(model: Any, token_ids: list[int], num_last: int) -> PlainLogits:
+    """Logits behind the last ``num_last`` of ``token_ids``, by two prefills that read and change no cache.
+
+    Weights are widened as they are needed, so the memory of one layer (or of the embedding) in float32 is enough. A target with weights
+    of other dtypes (quantised ones) computes as it always does, twice.
+
+    Args:
+        model: loaded causal language model; our runners may have replaced the forward passes of its linear layers.
+        token_ids: at least one.
+        num_last: at least one; all tokens where there are fewer.
+    """
+    arguments: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = num_last
+    ids = torch.tensor([token_ids], device=model.device)
+    with ExitStack() as undo:
+        undo.enter_context(_own_forwards(model))
+        own = model(ids, **arguments).logits[0, -num_last:].float()
+        if all(weight.dtype in PLAIN for weight in model.parameters()):
+            undo.enter_context(_widened(model))
+        return PlainLogits(own, model(ids, **arguments).logits[0, -num_last:].float())
+
+
+@contextmanager
+def _widened(model: Any) -> Iterator[None]:
+    """Modules compute in float32 from here on: layers as a whole, since they may read their parts' weights themselves."""
+    layers = list(decoder_layers(model))
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    holders = [
+        part for part in model.modules() if id(part) not in inside and any(True for _ in part.parameters(recurse=False))
+    ]
+    handles = [handle for layer in layers for handle in _widen_calls(layer, recurse=True)]
+    handles += [handle for part in holders for handle in _widen_calls(part, recurse=False)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _widen_calls(module: nn.Module, *, recurse: bool) -> Iterator[Any]:
+    """Have each call of a module find its weights in float32, and leave them as they were."""
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    def widen(*_: Any) -> None:
+        for weight in module.parameters(recurse):
+            if weight.dtype in HALF:
+                kept.append((weight, weight.data))
+                weight.data = weight.data.float()
+
+    def restore(*_: Any) -> None:
+        for weight, data in kept:
+            weight.data = data
+        kept.clear()
+
+    yield module.register_forward_pre_hook(widen)
+    yield module.register_forward_hook(restore, always_call=True)
+
+
+@contextmanager
+def _own_forwards(model: Any) -> Iterator[None]:
+    """Linear layers read rows as their class does, whatever ``DeltaLayers`` made of them."""
+    mixers = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
+    replaced = [(mixer, vars(mixer)["forward"]) for mixer in mixers if "forward" in vars(mixer)]
+    for mixer, _ in replaced:
+        mixer.forward = functools.partial(type(mixer).forward, mixer)
+    try:
+        yield
+    finally:
+        for mixer, forward in replaced:
+            mixer.forward = forward
