@@ -41,7 +41,6 @@ from dflash_kit.provenance import git_commit
 from dflash_kit.replay import replay_rows
 from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_blocks import PackedContexts
-from dflash_kit.replay_device import ANCHORS_PER_CHUNK
 from dflash_kit.replay_fleet import Fleet
 from dflash_kit.replay_slots import SlotFacts
 from dflash_kit.shards import Row
@@ -89,7 +88,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument(
-        "--anchors", type=numbers, default=[ANCHORS_PER_CHUNK, 256, 1024], help="drafted together, at most"
+        "--anchors", type=numbers, default=[0, 512, 2048], help="drafted together, at most; 0: what replay chooses"
     )
     parser.add_argument("--exact-prompts", type=int, default=4, help="decoded in float32, too")
     parser.add_argument("--exact-new-tokens", type=int, default=48)
@@ -170,7 +169,7 @@ class Bench:
             rows,
             budgets,
             eos_token_ids=self.spec.eos_token_ids,
-            anchors_per_chunk=anchors,
+            anchors_per_chunk=anchors or None,
             on_device=on_device,
         )
         return [logs for _, logs in found]

@@ -1,5 +1,6 @@
-"""Replay whose arithmetic all happens on the device: many rows together, one answer to the host for every few hundred anchors."""
+"""Replay whose arithmetic all happens on the device: many rows together, one answer to the host for every few thousand anchors."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -12,8 +13,13 @@ from .replay_fleet import Fleet
 from .replay_reach import Method
 from .shards import Row
 from .target_ends import TargetEnds
+from .tree_levels import SLACK
 
-ANCHORS_PER_CHUNK = 512
+ANCHORS_PER_CHUNK = (512, 4096)
+"""Fewest and most, by memory. A pass costs some 15 ms of launches on an H200, whether of 120 anchors or of 240 (SmolLM2, budget 256)."""
+MEMORY_SHARE = 1 / 8
+"""Of the device's free memory that the anchors of a pass may take."""
+SCORE_BYTES = 8
 ROWS_AT_ONCE = 256
 TOKENS_AT_ONCE = 1 << 17
 """Tokens of the rows that are walked together: 2.7 GB of keys and values for five layers with 8 heads of 128 in bfloat16."""
@@ -35,8 +41,8 @@ def replay_on_device(
     Anchors at which no method has come to stand yet are drafted, too, while less than half of ``anchors_per_chunk`` would
     be: there a pass is launches more than arithmetic, and saves later ones.
     """
-    anchors_per_chunk = anchors_per_chunk or ANCHORS_PER_CHUNK
     counter = AcceptedCounter(ends, [budget for name, budget in methods if name == DDTREE])
+    anchors_per_chunk = anchors_per_chunk or anchors_that_fit(drafter, counter.budget, _free_bytes(ends.head.device))
     for some in _together(rows, rows_at_once or ROWS_AT_ONCE):
         fleet = Fleet(some, methods, eos_token_ids, max_new_tokens)
         contexts = PackedContexts(drafter, ends, some, fleet.context_lengths())
@@ -47,6 +53,20 @@ def replay_on_device(
             truths = fleet.truths(anchors, drafter.config.num_draft_tokens)
             fleet.hop(anchors, counter.count(hidden, torch.from_numpy(truths)).numpy())
         yield from zip(some, fleet.logs(), strict=True)
+
+
+def anchors_that_fit(drafter: Drafter, budget: int, free_bytes: int) -> int:
+    """How many anchors to draft together, by what each takes: its block's states, and the levels and candidates of its tree."""
+    config, width = drafter.config, budget + SLACK
+    states = 3 * config.block_size * config.hidden_size * drafter.fc.weight.element_size()
+    levels = config.num_draft_tokens * width * (SCORE_BYTES + 2)
+    candidates = 3 * SCORE_BYTES * width * (1 + math.log(width))  # of the widest level: width / 1 + width / 2 + …
+    fewest, most = ANCHORS_PER_CHUNK
+    return max(fewest, min(most, int(MEMORY_SHARE * free_bytes / (states + levels + candidates))))
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _together(rows: Iterable[Row], rows_at_once: int) -> Iterator[list[Row]]:

@@ -148,3 +148,18 @@ def test_rounds_on_a_gpu_are_those_of_the_host(tiny_target: Path) -> None:
     for on_device in (None, False):
         found = replay_rows(drafter.cuda(), on_gpu, rows, BUDGETS, eos_token_ids=[EOS], on_device=on_device)
         assert [logs for _, logs in found] == want
+
+
+def test_as_many_anchors_as_memory_has_room_for(tiny_target: Path) -> None:
+    drafter, _ = tiny_drafter(tiny_target)
+    fewest, most = replay_device.ANCHORS_PER_CHUNK
+    assert replay_device.anchors_that_fit(drafter, 64, 0) == fewest
+    assert replay_device.anchors_that_fit(drafter, 64, 1 << 40) == most
+    some = [replay_device.anchors_that_fit(drafter, budget, 3 << 30) for budget in (64, 1024, 4096)]
+    assert some == sorted(some, reverse=True) and most > some[1] > some[2] >= fewest
+    for budget, anchors in zip((1024, 4096), some[1:], strict=True):
+        width = budget + tree_levels.SLACK
+        parents, _ = tree_levels._pairs(width, width, width, torch.device("cpu"))
+        levels = drafter.config.num_draft_tokens * width * (8 + 2)
+        taken_bytes = anchors * (3 * 8 * len(parents) + levels)
+        assert anchors == fewest or 0.5 * (3 << 27) < taken_bytes < 3 << 27
