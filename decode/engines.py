@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from dflash_kit.acceptance import DDTREE_AUTO
 from dflash_kit.drafter import Drafter
 from dflash_kit.errors import KitError
 from dflash_kit.target import decoder_layers, load_target
@@ -43,7 +42,7 @@ def open_engine(
     if config.engine == "fused" and reason:
         raise KitError(f"the fused engine cannot be used: {reason}; use --engine portable")
     if config.engine == "auto" and not reason:
-        reason = _untried(config, model, methods)
+        reason = _untried(model)
     if config.engine == "fused" or (config.engine == "auto" and device == "cuda" and not reason):
         print("engine       fused: rounds are CUDA graphs", flush=True)
         max_budget = max(budget for _, budget in methods)
@@ -59,14 +58,10 @@ def open_engine(
     return Engine(*parts, eos_token_ids=eos_token_ids, max_context=max_context)
 
 
-def _untried(config: EvalConfig, model: Any, methods: list[Method]) -> str | None:
+def _untried(model: Any) -> str | None:
     """What the fused engine takes, but has done on a GPU in evaluations of tiny targets at most; None where there is nothing."""
     if is_hybrid(model):
         return "only tiny hybrid targets have been evaluated with it on a GPU yet; --engine fused takes them"
     if has_experts(decoder_layers(model)):
         return "only tiny targets with experts have been evaluated with it on a GPU yet; --engine fused takes them"
-    if config.temperature > 0:
-        return "only tiny targets have been sampled with it on a GPU yet; --engine fused takes it"
-    if any(name == DDTREE_AUTO for name, _ in methods):
-        return "budgets auto have only been tried on tiny targets with it on a GPU yet; --engine fused takes them"
     return None

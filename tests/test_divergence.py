@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import tiny_drafter
+from test_hybrid import FAMILIES as HYBRIDS
 
 from decode.cli import main
 from decode.conversation import Conversation
@@ -90,6 +91,22 @@ def test_flipped_ties_pass_and_are_reported(
     assert f"chain: {len(found)} of 4 responses leave the autoregressive one" in printed
     assert "every first difference is within" in printed
     assert f"{worst['token']} instead of {worst['ar_token']}" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("bf16_on_cpu", "torch_rules")
+def test_a_target_that_rounding_moves_far_is_judged_by_that(made: Path, tmp_path: Path) -> None:
+    """A random hybrid with experts: recurrence and routing amplify, in transformers' own passes as in ours."""
+    target = make_tiny_target(tmp_path / "target", model_type="qwen3_5_moe_text", **HYBRIDS["qwen3_5_moe_text"])
+    drafter, _ = tiny_drafter(target)
+    drafter.save_pretrained(tmp_path / "drafter", dtype=torch.bfloat16, provenance={"target": str(target)})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    assert evaluate(tmp_path, tmp_path / "out", "--max_new_tokens=100", "--engine=portable") == 0
+    found = [divergence for result in read_results(tmp_path / "out") for divergence in result.divergences]
+    assert found, "no tie flipped: choose other prompts"
+    assert all(
+        divergence.allowed_steps == NOISE_FACTOR * divergence.noise_steps > 2 * MAX_ROUNDING_STEPS
+        for divergence in found
+    )
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")
