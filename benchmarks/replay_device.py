@@ -8,8 +8,8 @@ out) over those of one replay of all rows (everything from the rows on the host 
 --anchors. In bfloat16 near-ties fall either way: ``against_live`` counts the responses of other methods whose text differs from the
 recorded one, and in those of the same text the rounds that are not replay's. ``exact`` does it in float32, by the portable
 engine, with fewer and shorter responses: no round may differ, nor may one of ``against_host``, the path of few operations, in float32.
-``stages_s`` are of one more replay that waits after each stage; those of looking at slots and of growing and counting levels are parts of
-``accepted``. Lines come as they are measured; the last line of the output is one JSON object.
+``stages_levels_s`` and ``stages_kernels_s`` are of one more replay that waits after each stage; those of looking at slots, of growing and
+counting levels, and of looking and walking are parts of ``accepted``. Lines come as they are measured; the last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.measuring import ON_GPU, Report, attempt, now_s, numbers
 from decode.conversation import Conversation
 from decode.engine import Generation, Method
 from decode.fused_engine import FusedEngine, reason_against
+from dflash_kit import reach_counter, replay_device
 from dflash_kit.acceptance import RoundLog, summarise
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.checkpoint import read_provenance
@@ -48,6 +49,7 @@ from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree_levels import TreeLevels
 
+COUNTERS = {"levels": AcceptedCounter, "kernels": reach_counter.ReachCounter}
 Found = dict[tuple[str, int], list[RoundLog]]
 """Rounds of a row by method."""
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -69,11 +71,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     speed = Bench(options, torch.bfloat16 if ON_GPU else torch.float32)
     live, rows = speed.decode(options.prompts, options.max_new_tokens, fused=ON_GPU)
     report.add(**speed.live_figures(live))
-    for anchors in options.anchors:
-        report.at(f"replay by {anchors} anchors")
-        report.add(**{f"replay_{anchors}": attempt(lambda n=anchors: speed.replay_figures(live, rows, n))})
-    report.at("stages")
-    report.add(stages_s=attempt(lambda: speed.stages(rows)))
+    for name in options.counters.split(","):
+        replay_device.COUNTER = COUNTERS[name]
+        for anchors in options.anchors:
+            report.at(f"replay by {anchors} anchors, {name}")
+            report.add(**{f"replay_{name}_{anchors}": attempt(lambda n=anchors: speed.replay_figures(live, rows, n))})
+        report.at(f"stages, {name}")
+        report.add(**{f"stages_{name}_s": attempt(lambda: speed.stages(rows))})
     report.at("exactness")
     report.add(exact=attempt(lambda: exact_figures(options)))
     return report.finish()
@@ -89,6 +93,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument(
         "--anchors", type=numbers, default=[0, 512, 2048], help="drafted together, at most; 0: what replay chooses"
+    )
+    parser.add_argument(
+        "--counters", default="levels,kernels", help="how tokens are counted; the last one is held against float32"
     )
     parser.add_argument("--exact-prompts", type=int, default=4, help="decoded in float32, too")
     parser.add_argument("--exact-new-tokens", type=int, default=48)
@@ -196,14 +203,14 @@ class Bench:
     def _work(self, rows: list[Row], anchors: int) -> tuple[list[int], int]:
         """Anchors of each pass, and those that the heap had to count."""
         drafted, counters = [], set()
-        count = AcceptedCounter.count
+        count = replay_device.COUNTER.count
 
         def counted(self: AcceptedCounter, hidden: torch.Tensor, truths: torch.Tensor) -> torch.Tensor:
             drafted.append(len(hidden))
             counters.add(self)
             return count(self, hidden, truths)
 
-        with mock.patch.object(AcceptedCounter, "count", counted):
+        with mock.patch.object(replay_device.COUNTER, "count", counted):
             self.replay(rows, anchors=anchors)
         return drafted, sum(counter.num_by_heap for counter in counters)
 
@@ -213,7 +220,9 @@ class Bench:
         timed = {
             "context": (PackedContexts, "__init__"),
             "draft": (PackedContexts, "draft"),
-            "accepted": (AcceptedCounter, "count"),
+            "accepted": (replay_device.COUNTER, "count"),
+            "look": (reach_counter, "_look"),
+            "walk": (reach_counter, "_walk"),
             "slots": (SlotFacts, "of"),
             "levels_grow": (TreeLevels, "grow"),
             "levels_count": (TreeLevels, "count"),

@@ -17,6 +17,8 @@ from .tree_levels import SLACK
 
 ANCHORS_PER_CHUNK = (512, 4096)
 """Fewest and most, by memory. A pass costs some 15 ms of launches on an H200, whether of 120 anchors or of 240 (SmolLM2, budget 256)."""
+COUNTER: type[AcceptedCounter] = AcceptedCounter
+"""`reach_counter.ReachCounter` gives the same counts by kernels that have run in Triton's interpreter only, so far."""
 MEMORY_SHARE = 1 / 8
 """Of the device's free memory that the anchors of a pass may take."""
 SCORE_BYTES = 8
@@ -41,7 +43,7 @@ def replay_on_device(
     Anchors at which no method has come to stand yet are drafted, too, while less than half of ``anchors_per_chunk`` would
     be: there a pass is launches more than arithmetic, and saves later ones.
     """
-    counter = AcceptedCounter(ends, [budget for name, budget in methods if name == DDTREE])
+    counter = COUNTER(ends, [budget for name, budget in methods if name == DDTREE])
     anchors_per_chunk = anchors_per_chunk or anchors_that_fit(drafter, counter.budget, _free_bytes(ends.head.device))
     for some in _together(rows, rows_at_once or ROWS_AT_ONCE):
         fleet = Fleet(some, methods, eos_token_ids, max_new_tokens)

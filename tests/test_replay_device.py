@@ -14,6 +14,7 @@ from decode.altered_drafter import AlteredDrafter, Change
 from decode.doctor_rotary import RotaryKind
 from dflash_kit import replay_blocks, replay_device, replay_slots, tree_levels
 from dflash_kit.drafter import Drafter
+from dflash_kit.reach_counter import ReachCounter
 from dflash_kit.replay import replay_row, replay_rows
 from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_slots import best_logits
@@ -139,8 +140,12 @@ def test_an_altered_drafter_drafts_as_it_does_on_the_host(tiny_target: Path) -> 
 
 
 @pytest.mark.gpu
-def test_rounds_on_a_gpu_are_those_of_the_host(tiny_target: Path) -> None:
+@pytest.mark.parametrize("counter", [AcceptedCounter, ReachCounter])
+def test_rounds_on_a_gpu_are_those_of_the_host(
+    tiny_target: Path, counter: type[AcceptedCounter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32; the path on the GPU is taken by itself."""
+    monkeypatch.setattr(replay_device, "COUNTER", counter)
     drafter, ends = tiny_drafter(tiny_target)
     rows = make_rows(drafter, ends)
     want = [logs for _, logs in replay_rows(drafter, ends, rows, BUDGETS, eos_token_ids=[EOS], on_device=False)]
