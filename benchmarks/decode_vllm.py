@@ -6,7 +6,7 @@
 
 One prompt at a time, greedy. Ours comes first and last, so that a machine that changes its speed meanwhile shows; between
 them vLLM without the drafter, and with it. On a GPU ours is the fused engine in bfloat16, in float32 and on a CPU the portable one.
-In float32 on a GPU vLLM computes attention by its Triton kernels, since FlashAttention takes half precision alone.
+In float32 on a GPU vLLM computes attention by its Triton kernels, since FlashAttention takes half precision alone, and compiles nothing.
 Prefill is left out everywhere; vLLM's times are those of its own metrics. ``differing_tokens`` are against our own first
 autoregressive responses; ``unequal_rounds`` are responses whose accepted draft tokens are not those of our chain, round for round.
 The last line of the output is one JSON object. Random weights accept almost nothing: there the time of a round is what counts.
@@ -41,6 +41,8 @@ from dflash_kit.vllm_version import installed_vllm
 
 WARM_UP_TOKENS = 8
 HAS_GPU = torch.cuda.is_available()
+EXACT = {"attention_backend": "TRITON_ATTN", "optimization_level": 0}
+"""For float32 on a GPU, where tokens and rounds count: compiling takes minutes there."""
 
 Generations = dict[Method, list[Generation]]
 
@@ -143,7 +145,7 @@ def make_setup(
         max_context=max(map(len, prompts)) + arguments.max_new_tokens,
         max_positions=max_positions,
         num_cores=arguments.threads,
-        engine_args={"attention_backend": "TRITON_ATTN"} if HAS_GPU and arguments.dtype == "float32" else {},
+        engine_args=EXACT if HAS_GPU and arguments.dtype == "float32" else {},
     )
 
 
