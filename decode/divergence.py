@@ -1,9 +1,10 @@
 """Where greedy output leaves autoregressive decoding, and whether rounding explains it.
 
 Autoregressive decoding and a method judge the same prefix in passes of different shapes. Sums then round differently, and
-two tokens whose logits nearly tie may change places. So at the first token that differs, a plain prefill of prompt and
-common prefix, computed in float32, says how far apart the two tokens really are: one of the two passes has erred by as much. A second
-one in the target's own dtype says what rounding does to this target, without any of our own passes.
+two tokens whose logits nearly tie may change places. So at the first token that differs, one plain prefill of prompt and
+common prefix says how far apart the two tokens are. It rounds as well; where it has them too far apart, a second one that computes
+in float32 decides: one of the two passes has erred by what it says. The difference of these two prefills is what rounding does to this
+target, without any pass of ours.
 """
 
 import math
@@ -51,7 +52,7 @@ class Divergence:
     rounding_step: float
     """Of the dtype at the magnitude of the logit there that is largest in magnitude."""
     noise_steps: float = 0.0
-    """Largest change of a margin, in rounding steps, in the target's own prefill; 0 where none was measured."""
+    """Largest change of a margin, in rounding steps, in the target's own prefill; 0 where float32 was not asked."""
 
     @property
     def steps(self) -> float | None:
@@ -120,8 +121,13 @@ def measure_divergence(
     """
     token = ours[position] if position < len(ours) else None
     ar_token = baseline[position] if position < len(baseline) else None
-    values = said.float32[-1]
-    gap = None if token is None or ar_token is None else abs(float(values[ar_token] - values[token]))
+    values, gap, noise_steps = said.own[-1], None, 0.0
+    if token is not None and ar_token is not None:
+        gap = abs(float(values[ar_token] - values[token]))
+        if gap > MAX_ROUNDING_STEPS * rounding_step(values, dtype):
+            exact = said.read_float32()
+            values, noise_steps = exact[-1], rounding_noise(said.own, exact, dtype)
+            gap = abs(float(values[ar_token] - values[token]))
     return Divergence(
         turn=turn,
         method=method,
@@ -130,16 +136,16 @@ def measure_divergence(
         token=token,
         gap=gap,
         rounding_step=rounding_step(values, dtype),
-        noise_steps=rounding_noise(said, dtype),
+        noise_steps=noise_steps,
     )
 
 
-def rounding_noise(said: PlainLogits, dtype: torch.dtype) -> float:
-    """Largest change, in rounding steps, of the margin between the two tokens that are likeliest in float32."""
-    likeliest = said.float32.topk(2).indices
-    own, exact = (logits.gather(1, likeliest).diff()[:, 0] for logits in said)
-    changes = (own - exact).abs().tolist()
-    return max(change / rounding_step(logits, dtype) for change, logits in zip(changes, said.float32, strict=True))
+def rounding_noise(own: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """Largest change, in rounding steps, of the margin between the two tokens that are likeliest in ``exact``; logits (n, V) both."""
+    likeliest = exact.topk(2).indices
+    margin, exact_margin = (logits.gather(1, likeliest).diff()[:, 0] for logits in (own, exact))
+    changes = (margin - exact_margin).abs().tolist()
+    return max(change / rounding_step(logits, dtype) for change, logits in zip(changes, exact, strict=True))
 
 
 def rounding_step(logits: Tensor, dtype: torch.dtype) -> float:

@@ -2,9 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +16,35 @@ HALF = (torch.bfloat16, torch.float16)
 PLAIN = (*HALF, torch.float32)
 
 
-class PlainLogits(NamedTuple):
-    """What a target says behind each of the last n tokens of a text, (n, V) float32 both."""
+@dataclass(frozen=True, slots=True)
+class PlainLogits:
+    """What a target says behind each of the last n tokens of a text."""
 
     own: Tensor
-    """As the target computes."""
-    float32: Tensor
-    """As it would compute in float32."""
+    """(n, V) float32, as the target computes."""
+    read_float32: Callable[[], Tensor]
+    """The same as it would compute in float32: many times slower, so only where it is asked for."""
 
 
-@torch.no_grad()
 def plain_logits(model: Any, token_ids: list[int], num_last: int) -> PlainLogits:
-    """Logits behind the last ``num_last`` of ``token_ids``, by two prefills that read and change no cache.
-
-    Weights are widened as they are needed, so the memory of one layer (or of the embedding) in float32 is enough. A target with weights
-    of other dtypes (quantised ones) computes as it always does, twice.
+    """Logits behind the last ``num_last`` of ``token_ids``, by prefills that read and change no cache.
 
     Args:
         model: loaded causal language model; our runners may have replaced the forward passes of its linear layers.
         token_ids: at least one.
         num_last: at least one; all tokens where there are fewer.
+    """
+    return PlainLogits(
+        _prefill(model, token_ids, num_last, wide=False), lambda: _prefill(model, token_ids, num_last, wide=True)
+    )
+
+
+@torch.no_grad()
+def _prefill(model: Any, token_ids: list[int], num_last: int, *, wide: bool) -> Tensor:
+    """Logits (n, V) in float32; ``wide`` if they are to be computed in it as well.
+
+    Weights are widened as they are needed, so the memory of one layer (or of the embedding) in float32 is enough. A target with weights
+    of other dtypes (quantised ones) computes as it always does.
     """
     arguments: dict[str, Any] = {"use_cache": False}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -42,10 +52,10 @@ def plain_logits(model: Any, token_ids: list[int], num_last: int) -> PlainLogits
     ids = torch.tensor([token_ids], device=model.device)
     with ExitStack() as undo:
         undo.enter_context(_own_forwards(model))
-        own = model(ids, **arguments).logits[0, -num_last:].float()
-        if all(weight.dtype in PLAIN for weight in model.parameters()):
+        if wide and all(weight.dtype in PLAIN for weight in model.parameters()):
             undo.enter_context(_widened(model))
-        return PlainLogits(own, model(ids, **arguments).logits[0, -num_last:].float())
+        logits: Tensor = model(ids, **arguments).logits[0, -num_last:].float()
+    return logits
 
 
 @contextmanager

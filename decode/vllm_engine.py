@@ -115,7 +115,7 @@ class VllmEngine:
     def plain_logits(self, token_ids: list[int], _num_last: int) -> PlainLogits:
         """Behind the last token alone, by a prefill of vLLM's in its dtype, which stands for float32 as well."""
         logits = self._logits(token_ids)[None]
-        return PlainLogits(logits, logits)
+        return PlainLogits(logits, lambda: logits)
 
     def close(self) -> None:
         """End vLLM's processes."""

@@ -21,7 +21,7 @@ from decode.divergence import (
     rounding_noise,
     rounding_step,
 )
-from decode.float32_pass import PlainLogits
+from decode.float32_pass import PlainLogits, plain_logits
 from decode.report import build_report, divergence_lines, write_report
 from decode.results import PromptResult, Response
 from decode.sampling import choose_tokens
@@ -103,10 +103,9 @@ def test_a_target_that_rounding_moves_far_is_judged_by_that(made: Path, tmp_path
     assert evaluate(tmp_path, tmp_path / "out", "--max_new_tokens=100", "--engine=portable") == 0
     found = [divergence for result in read_results(tmp_path / "out") for divergence in result.divergences]
     assert found, "no tie flipped: choose other prompts"
-    assert all(
-        divergence.allowed_steps == NOISE_FACTOR * divergence.noise_steps > 2 * MAX_ROUNDING_STEPS
-        for divergence in found
-    )
+    said = plain_logits(load_target(target, dtype=torch.bfloat16), list(range(100)), 64)
+    noise_steps = rounding_noise(said.own, said.read_float32(), torch.bfloat16)
+    assert NOISE_FACTOR * noise_steps > 2 * MAX_ROUNDING_STEPS
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")
@@ -168,7 +167,13 @@ def measured(token: int, ours: tuple[int, ...] = (), noise_steps: float = 0.0) -
     own[0, 0] += noise_steps * BF16_STEP
     ours = ours or (2, token)
     return measure_divergence(
-        PlainLogits(own, logits), torch.bfloat16, turn=0, method=("chain", 3), position=1, ours=ours, baseline=(2, 0, 1)
+        PlainLogits(own, read_float32=lambda: logits),
+        torch.bfloat16,
+        turn=0,
+        method=("chain", 3),
+        position=1,
+        ours=ours,
+        baseline=(2, 0, 1),
     )
 
 
@@ -201,11 +206,21 @@ def test_what_rounding_does_to_the_target_widens_the_bound(capsys: pytest.Captur
     assert "(8.5 steps)" in capsys.readouterr().err
 
 
+def test_float32_decides_where_the_prefill_has_them_far_apart() -> None:
+    exact = torch.tensor([[1.5, 1.5 - 2 * BF16_STEP]])
+    near, far = (torch.tensor([[1.5, 1.5 - steps * BF16_STEP]]) for steps in (8, 20))
+    where = {"turn": 0, "method": ("chain", 3), "position": 0, "ours": (1,), "baseline": (0,)}
+    found = measure_divergence(PlainLogits(far, lambda: exact), torch.bfloat16, **where)
+    assert (found.steps, found.noise_steps, found.is_rounding) == (2.0, 18.0, True)
+    found = measure_divergence(PlainLogits(near, lambda: pytest.fail("not needed")), torch.bfloat16, **where)
+    assert (found.steps, found.noise_steps) == (8.0, 0.0)
+
+
 def test_noise_is_of_the_two_tokens_that_float32_thinks_likeliest() -> None:
     exact = torch.tensor([[3.0, 2.0, 1.0, -torch.inf], [0.5, 0.25, 0.0, -torch.inf]])
     own = exact + torch.tensor([[0.0, 0.0, 2.0, 0.0], [0.0, 0.125, 0.0, 0.0]])
-    assert rounding_noise(PlainLogits(own, exact), torch.bfloat16) == 0.125 / 2.0**-8
-    assert rounding_noise(PlainLogits(exact, exact), torch.bfloat16) == 0.0
+    assert rounding_noise(own, exact, torch.bfloat16) == 0.125 / 2.0**-8
+    assert rounding_noise(exact, exact, torch.bfloat16) == 0.0
 
 
 def test_results_without_noise_load() -> None:

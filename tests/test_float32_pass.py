@@ -39,7 +39,8 @@ def test_equals_a_float32_copy(folder: Path, runner: str) -> None:
     held = {name: (weight.data_ptr(), weight.clone()) for name, weight in model.named_parameters()}
     with torch.no_grad():
         half = model(torch.tensor([IDS]), use_cache=False).logits[0, -4:] if runner == "plain" else None
-    own, found = plain_logits(model, IDS, 4)
+    said = plain_logits(model, IDS, 4)
+    own, found = said.own, said.read_float32()
     copy = load_target(folder, dtype=torch.bfloat16).float()
     with torch.no_grad():
         truth = copy(torch.tensor([IDS]), use_cache=False).logits[0, -4:]
@@ -60,10 +61,11 @@ def test_a_failure_leaves_the_weights_as_they_were(folder: Path) -> None:
     with pytest.raises(IndexError):
         plain_logits(model, [10**6], 1)
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    said = plain_logits(model, IDS, 1)
     norm = model.get_decoder().norm
     norm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        plain_logits(model, IDS, 1)
+        said.read_float32()
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
@@ -76,5 +78,5 @@ def test_what_was_prefilled_stays(folder: Path) -> None:
     expected = runner.verify(3, empty_tree())
     runner.reserve(64)
     runner.prefill(ids)
-    plain_logits(runner.model, [4, 4, 4], 8)
+    plain_logits(runner.model, [4, 4, 4], 8).read_float32()
     assert torch.equal(runner.verify(3, empty_tree()), expected)
