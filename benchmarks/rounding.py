@@ -25,9 +25,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.measuring import numbers
 from decode.conversation import Conversation
+from decode.divergence import rounding_step
+from decode.float32_pass import plain_logits
 from decode.fused_target import PREFILL_ROWS, FusedTarget
 from dflash_kit.benchmark_prompts import load_benchmark
+from dflash_kit.errors import run_cli
 from dflash_kit.target import load_target, load_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,16 +39,16 @@ PATH = 15
 """Tokens of the answer in a tree; its other nodes are random."""
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--one-row-prompts", type=int, default=2, help="judged by transformers row by row, too")
-    parser.add_argument("--rows", default="1,16,72,264", help="of the fused target's chains and trees")
+    parser.add_argument("--rows", type=numbers, default=[1, 16, 72, 264], help="of the fused target's chains and trees")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     prompts, answers, reference = float32_answers(options)
     model = load_target(options.target, dtype=torch.bfloat16, device=DEVICE)
     report: dict[str, Any] = {
@@ -66,11 +70,10 @@ def main() -> None:
 
     measure("transformers, prefill", lambda prompt, answer: prefill(model, prompt, answer, reference))
     measure("transformers, one row", lambda p, a: one_row(model, p, a, reference), options.one_row_prompts)
-    rows = [int(count) for count in options.rows.split(",")]
     context = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    target = FusedTarget(model, [0], context + 64, max(rows))
+    target = FusedTarget(model, [0], context + 64, max(options.rows))
     measure("fused, prefill", lambda p, a: fused_prefill(target, p, a, reference))
-    for count in rows:
+    for count in options.rows:
         measure(f"fused, chain of {count} rows", lambda p, a, n=count: fused_rows(target, p, a, reference, n, n))
         if count > PATH + 1:
             name = f"fused, tree of {count} rows"
@@ -79,7 +82,7 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         target._passes.clear()
         measure("fused, prefill, sums in float32", lambda p, a: fused_prefill(target, p, a, reference))
-        for count in rows[2:]:
+        for count in options.rows[2:]:
             name = f"fused, chain of {count} rows, sums in float32"
             measure(name, lambda p, a, n=count: fused_rows(target, p, a, reference, n, n))
     report["swings"] = {
@@ -91,6 +94,7 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
+    return 0
 
 
 class Reference:
@@ -99,8 +103,7 @@ class Reference:
     def __init__(self, logits: Tensor) -> None:
         best = logits.topk(2)
         self.pairs, self.margin = best.indices, best.values[:, 0] - best.values[:, 1]
-        largest = logits.abs().amax(-1)
-        self.step = torch.finfo(torch.bfloat16).eps * 2.0 ** largest.log2().floor()
+        self.step = logits.new_tensor([rounding_step(row, torch.bfloat16) for row in logits])
 
     def margin_of(self, logits: Tensor) -> Tensor:
         """(T,) what ``logits`` (T, V) say of the same tokens."""
@@ -130,7 +133,7 @@ def float32_answers(options: argparse.Namespace) -> tuple[list[list[int]], list[
     )
     answers = said[:, longest:].tolist()
     references = {
-        tuple(answer): Reference(_prefill_logits(model, prompt, answer).float())
+        tuple(answer): Reference(plain_logits(model, (prompt + answer)[:-1], len(answer)).own)
         for prompt, answer in zip(prompts, answers, strict=True)
     }
     del model
@@ -138,16 +141,9 @@ def float32_answers(options: argparse.Namespace) -> tuple[list[list[int]], list[
     return prompts, answers, references
 
 
-def _prefill_logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    ids = torch.tensor([prompt + answer], device=DEVICE)
-    logits: Tensor = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return logits
-
-
-@torch.no_grad()
 def prefill(model: Any, prompt: list[int], answer: list[int], reference: References) -> Tensor:
     """Margins (T,) by one pass of transformers."""
-    return reference[tuple(answer)].margin_of(_prefill_logits(model, prompt, answer))
+    return reference[tuple(answer)].margin_of(plain_logits(model, (prompt + answer)[:-1], len(answer)).own)
 
 
 @torch.no_grad()
@@ -257,4 +253,4 @@ def worst_places(found: dict[str, list[Tensor]], reference: References) -> list[
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_cli(main))

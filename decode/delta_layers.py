@@ -10,7 +10,8 @@ Shape legend: N rows of a pass, H value heads, KH key heads, Dk and Dv key and v
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,7 @@ class DeltaLayer:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        # Of the class, since another runner over the same model may have replaced the instance's.
-        self._own_forward = functools.partial(type(module).forward, module)
+        self._own_forward = _forward_of_class(module)  # another runner over the model may have replaced the instance's
         self._prompt_cache = PromptCache(self)
         self.num_read = 0
         self.conv_CW = module.conv1d.weight.squeeze(1)
@@ -209,6 +209,24 @@ class DeltaLayers:
             return layer.read(hidden_states)
 
         return forward
+
+
+@contextmanager
+def own_forwards(model: Any) -> Iterator[None]:
+    """Linear layers read rows as their class does, whatever runners over the model have made of them."""
+    mixers = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
+    replaced = [(mixer, vars(mixer)["forward"]) for mixer in mixers if "forward" in vars(mixer)]
+    for mixer, _ in replaced:
+        mixer.forward = _forward_of_class(mixer)
+    try:
+        yield
+    finally:
+        for mixer, forward in replaced:
+            mixer.forward = forward
+
+
+def _forward_of_class(mixer: Any) -> Callable[..., Tensor]:
+    return functools.partial(type(mixer).forward, mixer)
 
 
 def project(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

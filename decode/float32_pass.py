@@ -1,6 +1,5 @@
 """What a target says in its own dtype and in float32, without a second copy of it: one layer is widened at a time."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash_kit.target import decoder_layers
+
+from .delta_layers import own_forwards
 
 HALF = (torch.bfloat16, torch.float16)
 PLAIN = (*HALF, torch.float32)
@@ -51,7 +52,7 @@ def _prefill(model: Any, token_ids: list[int], num_last: int, *, wide: bool) -> 
         arguments["logits_to_keep"] = num_last
     ids = torch.tensor([token_ids], device=model.device)
     with ExitStack() as undo:
-        undo.enter_context(_own_forwards(model))
+        undo.enter_context(own_forwards(model))
         if wide and all(weight.dtype in PLAIN for weight in model.parameters()):
             undo.enter_context(_widened(model))
         logits: Tensor = model(ids, **arguments).logits[0, -num_last:].float()
@@ -92,17 +93,3 @@ def _widen_calls(module: nn.Module, *, recurse: bool) -> Iterator[Any]:
 
     yield module.register_forward_pre_hook(widen)
     yield module.register_forward_hook(restore, always_call=True)
-
-
-@contextmanager
-def _own_forwards(model: Any) -> Iterator[None]:
-    """Linear layers read rows as their class does, whatever ``DeltaLayers`` made of them."""
-    mixers = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
-    replaced = [(mixer, vars(mixer)["forward"]) for mixer in mixers if "forward" in vars(mixer)]
-    for mixer, _ in replaced:
-        mixer.forward = functools.partial(type(mixer).forward, mixer)
-    try:
-        yield
-    finally:
-        for mixer, forward in replaced:
-            mixer.forward = forward

@@ -9,15 +9,15 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .replay_accepted import AcceptedCounter
 from .replay_reach import NO_RANK
+from .replay_slots import GROUP, best_logits
 
 STAGES = (3, 5, 7, 10)
 """Depths looked at before anchors are dropped; each costs a wait and some forty launches."""
 LOGITS_AT_ONCE = 1 << 27
-GROUP = 16
-"""Tokens of which only the best is looked at first."""
 GROUPS_AT_ONCE = 256
 PROGRAMS_AT_ONCE = 1 << 13
 """Anchors that are given memory to walk in together."""
@@ -35,6 +35,7 @@ class ReachCounter(AcceptedCounter):
         said = hidden.new_zeros(num_anchors, num_depths, dtype=torch.float32)
         ranks = torch.full((num_anchors, num_depths), NO_RANK, dtype=torch.int32, device=hidden.device)
         indices = torch.full_like(ranks, num_ranks)
+        own = torch.zeros_like(said, dtype=torch.float64)
         some = torch.arange(num_anchors, device=hidden.device)
         for start, end in itertools.pairwise([0, *(depth for depth in STAGES if depth < num_depths), num_depths]):
             step = max(1, LOGITS_AT_ONCE // ((end - start) * self.ends.head.shape[0]))
@@ -43,7 +44,10 @@ class ReachCounter(AcceptedCounter):
                 found = _look(logits.flatten(0, 1), truths[piece, start:end].flatten(), num_ranks)
                 for held, new in zip((log_probs, said, ranks), found, strict=True):
                     held[piece, start:end] = new.unflatten(0, (len(piece), -1))
-            own = _sums(said[:, :end])
+            for depth in range(
+                start, end
+            ):  # from the root down, as the tree builder adds; a library's scan adds otherwise
+                own[:, depth] = own[:, depth - 1] + said[:, depth].double() if depth else said[:, depth].double()
             is_open = (ranks[some, :end] == 0).all(1)  # the chain may go on
             if self.budget:
                 is_open |= _walk(log_probs, own, ranks, some, indices, end)
@@ -60,14 +64,6 @@ class ReachCounter(AcceptedCounter):
         return answer[:, :-1]
 
 
-def _sums(said: Tensor) -> Tensor:
-    """(N, m) float64 scores of the pieces, added from the root down as the tree builder adds them; a library's scan adds otherwise."""
-    sums = [said[:, 0].double()]
-    for depth in range(1, said.shape[1]):
-        sums.append(sums[-1] + said[:, depth].double())
-    return torch.stack(sums, dim=1)
-
-
 def _look(logits: Tensor, truths: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of logits (R, V): the best log-probabilities (R, K) float32, best first, those of the true tokens (R,), and the latter's ranks (R,)."""
     from .reach_kernels import slot_kernel
@@ -81,24 +77,11 @@ def _look(logits: Tensor, truths: Tensor, num_ranks: int) -> tuple[Tensor, Tenso
         logits, truths, log_sums, true_logits, before, tops, vocabulary, num_groups, GROUP=GROUP, BLOCK=GROUPS_AT_ONCE
     )  # fmt: skip
     is_number = log_sums.isfinite()
-    values = _best(logits, tops, num_ranks)
+    values = best_logits(logits, num_ranks, tops)[0].float()
+    values = functional.pad(values, (0, num_ranks - values.shape[1]), value=-torch.inf)  # of a small vocabulary
     log_probs = torch.where(is_number[:, None], values - log_sums[:, None], -torch.inf)
     ranks = torch.where((truths >= 0) & is_number, before, NO_RANK)
     return log_probs, true_logits - log_sums, ranks
-
-
-def _best(logits: Tensor, tops: Tensor, num_ranks: int) -> Tensor:
-    """(R, K) float32, the best of logits (R, V) in descending order: all in the groups of the best maxima (R, V / GROUP); -inf where V < K."""
-    vocabulary, num_groups = logits.shape[1], tops.shape[1]
-    if vocabulary < 2 * GROUP * num_ranks:
-        values = logits.float().topk(min(num_ranks, vocabulary)).values
-        return torch.nn.functional.pad(values, (0, num_ranks - values.shape[1]), value=-torch.inf)
-    chosen = tops.topk(num_ranks, sorted=False).indices
-    tokens = (chosen[:, None] + torch.arange(0, GROUP * num_groups, num_groups, device=logits.device)[:, None]).flatten(
-        1
-    )
-    members = logits.gather(1, tokens.clamp(max=vocabulary - 1)).float()
-    return members.masked_fill(tokens >= vocabulary, -torch.inf).topk(num_ranks).values
 
 
 def _walk(log_probs: Tensor, own: Tensor, ranks: Tensor, anchors: Tensor, indices: Tensor, num_looked: int) -> Tensor:
@@ -107,8 +90,6 @@ def _walk(log_probs: Tensor, own: Tensor, ranks: Tensor, anchors: Tensor, indice
 
     num_depths, budget = log_probs.shape[1:]
     width = max(2, 1 << (budget - 1).bit_length())
-    wide = own.new_zeros(len(own), num_depths)
-    wide[:, :num_looked] = own
     is_open = torch.empty(len(anchors), dtype=torch.int32, device=anchors.device)
     most = min(PROGRAMS_AT_ONCE, len(anchors))
     ends, splits = torch.empty(2, most, width, dtype=torch.int32, device=anchors.device)
@@ -116,7 +97,7 @@ def _walk(log_probs: Tensor, own: Tensor, ranks: Tensor, anchors: Tensor, indice
     for start in range(0, len(anchors), most):
         piece = anchors[start : start + most]
         index_kernel[(len(piece),)](
-            log_probs, wide, ranks, piece, indices, is_open[start:], ends, scores, splits, num_looked, num_depths, BUDGET=budget, WIDTH=width,
+            log_probs, own, ranks, piece, indices, is_open[start:], ends, scores, splits, num_looked, num_depths, BUDGET=budget, WIDTH=width,
             RANK_STEPS=budget.bit_length(), PARENT_STEPS=width.bit_length() - 1, num_warps=max(1, min(8, width // 128)),
         )  # fmt: skip
     return is_open.bool()

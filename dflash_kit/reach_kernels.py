@@ -51,10 +51,15 @@ def slot_kernel(
 
 
 @triton.jit
-def _is_before(value, own, split, rank, true_rank, depth, piece):
-    """Whether children of ``rank`` at ``depth`` come before a piece; the parents left the true path at ``split`` (0: on it)."""
+def _split_of(parent_split, rank, true_rank, depth):
+    """Where children of ``rank`` at ``depth`` have left the true path: at which depth, negative to the side of smaller ranks; 0 on it."""
     side = tl.where(rank < true_rank, -depth, tl.where(rank == true_rank, 0, depth))
-    split = tl.where(split != 0, split, side)
+    return tl.where(parent_split != 0, parent_split, side)
+
+
+@triton.jit
+def _is_before(value, own, split, depth, piece):
+    """Whether nodes at ``depth`` that left the true path at ``split`` come before a piece."""
     # A node that has not left the path above the piece's end is part of the piece, or has it as its own beginning.
     is_apart = (split != 0) & (tl.abs(split) <= piece)
     has_smaller_ranks = tl.where(is_apart, split < 0, depth < piece)
@@ -99,7 +104,9 @@ def index_kernel(
             for _ in range(RANK_STEPS):
                 middle = (low + high) // 2
                 value = score + tl.load(level + middle, mask=low < high, other=float("-inf")).to(tl.float64)
-                is_before = (low < high) & _is_before(value, mine, split, middle, true_rank, depth, piece)
+                is_before = (low < high) & _is_before(
+                    value, mine, _split_of(split, middle, true_rank, depth), depth, piece
+                )
                 high = tl.where(is_before, high, middle)
                 low = tl.where(is_before, middle + 1, low)
             ends = tl.cumsum(low, axis=0)
@@ -121,9 +128,7 @@ def index_kernel(
                 is_child = lane < count
                 said = tl.load(level + rank, mask=is_child, other=float("-inf")).to(tl.float64)
                 score = tl.load(scores_at + first) + said
-                split = tl.load(splits_at + first)
-                side = tl.where(rank < true_rank, -depth, tl.where(rank == true_rank, 0, depth))
-                split = tl.where(split != 0, split, side)
+                split = _split_of(tl.load(splits_at + first), rank, true_rank, depth)
                 tl.debug_barrier()
             depth += 1
         has_more = num_looked < most_depths

@@ -64,17 +64,18 @@ def _look(logits: Tensor, truths: Tensor, num_ranks: int) -> tuple[Tensor, Tenso
     return log_probs, (true_logits - log_sums)[..., 0], ranks[..., 0], (is_cut & is_known)[..., 0]
 
 
-def best_logits(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """The best of logits (n, m, V) in descending order, and their token ids, (n, m, K) each; equal ones in any order.
+def best_logits(logits: Tensor, num_ranks: int, group_bests: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The best of logits (…, V) in descending order, and their token ids, (…, K) each; equal ones in any order.
 
-    One pass over the vocabulary instead of the many of a selection: the best tokens are all in the groups of the best maxima.
+    One pass over the vocabulary instead of the many of a selection: the best tokens are all in the groups of the best maxima, which may
+    be known already: ``group_bests`` (…, V / GROUP).
     """
     vocabulary = logits.shape[-1]
     if vocabulary < 2 * GROUP * num_ranks:
         return logits.topk(min(num_ranks, vocabulary), dim=-1)
     padded = functional.pad(logits, (0, -vocabulary % GROUP), value=-torch.inf) if vocabulary % GROUP else logits
     groups = padded.unflatten(-1, (GROUP, -1))  # token g + j * (V / GROUP) is the j-th of group g
-    chosen = groups.amax(-2).topk(num_ranks, dim=-1, sorted=False).indices
+    chosen = (groups.amax(-2) if group_bests is None else group_bests).topk(num_ranks, dim=-1, sorted=False).indices
     members = groups.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], GROUP, -1)).flatten(-2)
     values, places = members.topk(num_ranks, dim=-1)
     return values, chosen.gather(-1, places % num_ranks) + places // num_ranks * groups.shape[-1]

@@ -19,6 +19,11 @@ SHARED = REPO.parent / "shared"
 """Reference vectors and raw data beside the checkout; tests that need them skip where it is absent."""
 
 HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(
+    not HAS_TRITON or not (HAS_GPU or INTERPRETED), reason="runs Triton kernels: needs a GPU, or Triton's interpreter"
+)
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fused_target import EXPERTS
 from test_hybrid import FAMILIES as HYBRIDS
 
 from decode.float32_pass import plain_logits
@@ -15,7 +16,6 @@ from dflash_kit.target import load_target
 from dflash_kit.tree import empty_tree
 from helpers import make_tiny_target
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TARGETS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"tied": True}, "qwen3_moe": EXPERTS, **HYBRIDS}
 RUNNERS = {
     "plain": lambda model: model,

@@ -6,7 +6,6 @@ on a GPU every test runs through the kernels and CUDA graphs.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
 from dflash_kit.tree import ancestor_mask, build_tree, path_log_probs
+from helpers import HAS_TRITON
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="compares Triton kernels with references: GPU or interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,6 @@ On a machine without a GPU the torch references run, and the kernels in Triton's
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from decode.hybrid_target import HybridTarget, convolution_columns
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
 from dflash_kit.tree import ancestor_mask, build_tree
+from helpers import HAS_TRITON
 
 pytestmark = pytest.mark.usefixtures("torch_rules")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="compares Triton kernels with references: GPU or interpreter")
 

@@ -1,7 +1,5 @@
 """The kernels of replay: what a slot's logits say, and counts that are those of the trees themselves, without a level sorted."""
 
-import importlib.util
-import os
 import random
 from pathlib import Path
 
@@ -14,13 +12,8 @@ from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_reach import NO_RANK
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import chain_tree
-from helpers import HAS_GPU, REPO, run_command
+from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, REPO, run_command, runs_kernels
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-runs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or not (HAS_GPU or INTERPRETED), reason="runs Triton kernels: needs a GPU, or Triton's interpreter"
-)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NUM_TREES = 64 if HAS_GPU else 3
 BUDGETS = ([], [1, 2], [5, 16, 64], [100, 1024])

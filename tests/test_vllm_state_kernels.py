@@ -1,19 +1,12 @@
 """States stored in the paged cache by our kernel are those that vLLM's own indexing stores; its place in vLLM is taken once."""
 
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import HAS_GPU, REPO, run_command
+from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, REPO, run_command, runs_kernels
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-runs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or not (HAS_GPU or INTERPRETED), reason="runs a Triton kernel: needs a GPU, or Triton's interpreter"
-)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BLOCKS, S = 9, 4
 
