@@ -103,7 +103,7 @@ def rotary_attention_kernel(
         if WINDOW > 0:
             seen = seen & (held + row_depth[:, None] - slot[None, :] < WINDOW)
         best, weight, total = _absorb(tl.where(seen, scores * scale, float("-inf")), value, best, weight, total)
-    for block in range(tl.maximum(begin, prefix), end):
+    for block in tl.range(tl.maximum(begin, prefix), end, num_stages=1):
         node = (block - prefix) * BLOCK_N + column
         inside = node < num_rows
         source = qkv + node * qkv_stride + (HEADS + kv_head) * DIM
@@ -113,11 +113,11 @@ def rotary_attention_kernel(
         if HAS_NORM:
             key_left, key_right = _scaled(key_left, key_right, key_gain_left, key_gain_right, eps, HALF, 0, dtype)
         node_depth = tl.load(depths + node, mask=inside, other=0)
-        table = (held + node_depth)[None, :] * HALF + half[:, None]
-        cosine = tl.load(cos + table, mask=inside[None, :], other=0.0).to(tl.float32)
-        sine = tl.load(sin + table, mask=inside[None, :], other=0.0).to(tl.float32)
-        turned_left = (key_left * cosine - key_right * sine).to(dtype)
-        turned_right = (key_right * cosine + key_left * sine).to(dtype)
+        key_table = (held + node_depth)[None, :] * HALF + half[:, None]
+        key_cosine = tl.load(cos + key_table, mask=inside[None, :], other=0.0).to(tl.float32)
+        key_sine = tl.load(sin + key_table, mask=inside[None, :], other=0.0).to(tl.float32)
+        turned_left = (key_left * key_cosine - key_right * key_sine).to(dtype)
+        turned_right = (key_right * key_cosine + key_left * key_sine).to(dtype)
         group_width = (HEADS // GROUP) * DIM
         value = tl.load(source[:, None] + group_width + dim[None, :], mask=inside[:, None], other=0.0)
         if writes:
