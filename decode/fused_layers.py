@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .feed_forward import FeedForward, feed_forward
-from .fused_ops import Heads, add_norm, attend, linear
+from .fused_ops import Heads, add_norm, linear, rope_write, tree_attention
 from .fused_weights import fuse_biases, fuse_weights
 
 
@@ -127,10 +127,15 @@ def run_layers(
     for index, layer in enumerate(layers):
         add_norm(b.residual, delta, layer.input_norm, layer.eps, b.normed, taps.get(index - 1))
         linear(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
-        attend(
-            b.qkv, b.queries, caches[index : index + 1], layer.norms, rows.tables,
-            rows.mask if row_masks is None else row_masks[index], rows.depths, rows.length, b.attended, layer.heads,
-            eps=layer.eps, scale=layer.scale, window=layer.window, triangular=not layer.bidirectional,
+        rope_write(
+            b.qkv, b.queries, caches[index : index + 1], layer.norms, rows.tables, rows.depths, rows.length,
+            layer.heads,
+            layer.eps,
+        )  # fmt: skip
+        mask = rows.mask if row_masks is None else row_masks[index]
+        tree_attention(
+            b.queries, caches[index], mask, rows.depths, rows.length, b.attended, scale=layer.scale,
+            window=layer.window, triangular=not layer.bidirectional,
             long_context=rows.long_context,
         )  # fmt: skip
         linear(b.attended, layer.out, layer.out_bias, b.delta)

@@ -6,7 +6,6 @@ Shape legend: R rows (tree nodes, padded), D hidden size, H query heads, G key-v
 F feed-forward width, C cache slots, L layers. A cache is (2, G, C, d): keys, then values.
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +15,11 @@ from torch.nn import functional
 from .fused_products import linear, preferred_library, swiglu
 from .kernel_launch import INTERPRETED, NUM_MULTIPROCESSORS, launch_options, power_of_two, uses_kernels
 
-ROTARY_ROWS = int(os.environ.get("DFLASH_ROTARY_ROWS", "128"))
-"""Most rows whose norms and rotary positions are part of attention's kernel: each of its programs does the keys anew. 0: never, to compare."""
-
 __all__ = [
     "INTERPRETED",
     "NUM_MULTIPROCESSORS",
     "Heads",
     "add_norm",
-    "attend",
     "commit_rows",
     "linear",
     "pack_mask",
@@ -192,58 +187,6 @@ def tree_attention(
         scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
         SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages,
         **launch_options(out),
-    )  # fmt: skip
-    if splits > 1:
-        total = rows * num_heads
-        heads_a_program = 1 if total <= 2048 else 4
-        merge_kernel[(-(-total // heads_a_program),)](
-            partial, sums, out, total, DIM=dim, SPLITS=splits, HEADS=heads_a_program, num_warps=heads_a_program,
-            **launch_options(out),
-        )  # fmt: skip
-    return out
-
-
-def attend(
-    qkv: Tensor,
-    queries: Tensor,
-    caches: Tensor,
-    norms: tuple[Tensor | None, Tensor] | None,
-    tables: tuple[Tensor, Tensor],
-    mask: Tensor,
-    depths: Tensor,
-    length: Tensor,
-    out: Tensor,
-    heads: Heads,
-    *,
-    eps: float,
-    scale: float,
-    window: int | None,
-    triangular: bool,
-    long_context: bool,
-) -> Tensor:
-    """``rope_write`` and ``tree_attention`` of one layer; caches (1, 2, G, C, d). Kernels do both in one launch."""
-    if not (uses_kernels(qkv) and qkv.shape[0] <= ROTARY_ROWS and heads.dim >= 32):
-        rope_write(qkv, queries, caches, norms, tables, depths, length, heads, eps)
-        return tree_attention(
-            queries, caches[0], mask, depths, length, out, scale=scale, window=window, triangular=triangular,
-            long_context=long_context,
-        )  # fmt: skip
-    from .rotary_attention import rotary_attention_kernel
-    from .tree_attention import merge_kernel
-
-    rows, num_heads, dim, cache = qkv.shape[0], heads.num_queries, heads.dim, caches[0]
-    group = num_heads // heads.num_kv
-    block_m, block_n, splits, warps, stages = attention_shape(rows * group, heads.num_kv, long_context, dim)
-    partial, sums = out, out
-    if splits > 1:
-        partial = qkv.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
-        sums = qkv.new_empty(splits * rows * num_heads, dtype=torch.float32)
-    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-    rotary_attention_kernel[(-(-rows * group // block_m), heads.num_kv, splits)](
-        qkv, cache, q_weight, k_weight, *tables, mask, depths, length, out, partial, sums, rows, qkv.stride(0),
-        mask.stride(0), cache.stride(0), cache.stride(1), eps, scale * 1.4426950408889634, HEADS=num_heads, GROUP=group,
-        HALF=dim // 2, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular,
-        HAS_NORM=norms is not None, num_warps=warps, num_stages=stages, **launch_options(out),
     )  # fmt: skip
     if splits > 1:
         total = rows * num_heads

@@ -314,45 +314,6 @@ def test_attention_kernel(dtype: torch.dtype, rows: int, held: int, window: int 
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("rows", "held", "window", "is_tree"),
-    [(1, 37, None, True), (7, 0, None, True), (24, 130, 12, True), (70, 64, None, True), (16, 70, 20, False)],
-)
-@pytest.mark.parametrize("has_norm", [True, False])
-def test_rotary_attention_kernel(
-    rows: int, held: int, window: int | None, is_tree: bool, has_norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel for what two do: attention's output, and the same keys and values in the cache."""
-    dtype = torch.float32 if fused_ops.INTERPRETED else torch.bfloat16
-    generator, heads = torch.Generator().manual_seed(rows), fused_ops.Heads(6, 2, 32)
-    tree = build_tree(torch.randn(5, 60, generator=generator), rows - 1)
-    seen, depths = ancestor_mask(tree.parents), torch.cat([torch.zeros(1), tree.depths]).to(torch.int32)
-    if not is_tree:
-        seen, depths = torch.ones(rows, rows, dtype=torch.bool), torch.arange(rows, dtype=torch.int32)
-    qkv = torch.randn(rows, 10 * 32, generator=generator).to(dtype).to(DEVICE)
-    caches = torch.randn(1, 2, 2, 256, 32, generator=generator).to(dtype).to(DEVICE)
-    norms = (
-        tuple(torch.rand(n, 32, generator=generator).to(dtype).to(DEVICE) + 0.5 for n in (1, 1)) if has_norm else None
-    )
-    angles = torch.arange(300)[:, None] * torch.rand(16, generator=generator)
-    tables = tuple(part.to(dtype).to(DEVICE).contiguous() for part in (angles.cos(), angles.sin()))
-    length = torch.tensor([held], dtype=torch.int32, device=DEVICE)
-    found = []
-    for most_rows in (0, 128):
-        monkeypatch.setattr(fused_ops, "ROTARY_ROWS", most_rows)
-        queries, out = (torch.full((rows, 6, 32), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
-        cache = caches.clone()
-        fused_ops.attend(
-            qkv, queries, cache, norms, tables, fused_ops.pack_mask(seen).to(DEVICE), depths.to(DEVICE), length,
-            out.flatten(1), heads, eps=1e-6, scale=32**-0.5, window=window, triangular=is_tree, long_context=False,
-        )  # fmt: skip
-        found.append((out.flatten(1), cache))
-    assert not torch.equal(found[0][1], caches)
-    for ours, theirs in zip(*found, strict=True):
-        assert error(ours, theirs.double()) < (1e-5 if dtype == torch.float32 else 8e-3)
-
-
-@needs_kernels
 @pytest.mark.parametrize("width", [48, 64])
 def test_row_kernels(width: int) -> None:
     generator = torch.Generator().manual_seed(6)
@@ -378,7 +339,7 @@ def test_kernels_in_the_interpreter() -> None:
     """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own."""
     from helpers import run_command
 
-    chosen = "(attention_kernel and float32) or rotary or row_kernels or device_tree or best_tokens or walk"
+    chosen = "(attention_kernel and float32) or row_kernels or device_tree or best_tokens or walk"
     done = run_command(
         "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__), "-k", chosen, TRITON_INTERPRET="1",
         PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
