@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_compiling import record_launches
 
 from dflash_kit.errors import KitError
 from dflash_kit.gguf import RECORD_FILE, convert_gguf
@@ -23,6 +25,8 @@ def pytest_configure() -> None:
     """A job in the background of a shell ignores Ctrl-C, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "DFLASH_LAUNCHES" in os.environ:
+        record_launches(Path(os.environ["DFLASH_LAUNCHES"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -335,16 +335,21 @@ def test_row_kernels(width: int) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON or KERNELS, reason="Triton is missing, or the kernels were tested already")
-def test_kernels_in_the_interpreter() -> None:
-    """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own."""
+def test_kernels_in_the_interpreter_and_compiled(tmp_path: Path) -> None:
+    """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own; compile what ran there."""
+    from kernel_compiling import compile_launches
+
     from helpers import run_command
 
     chosen = "(attention_kernel and float32) or row_kernels or device_tree or best_tokens or walk"
     done = run_command(
         "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__), "-k", chosen, TRITON_INTERPRET="1",
         PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
+        DFLASH_LAUNCHES=str(tmp_path / "launches.json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    compiled = compile_launches(tmp_path / "launches.json")
+    assert {"tree_attention_kernel", "merge_kernel"} <= compiled, compiled
 
 
 @pytest.mark.gpu

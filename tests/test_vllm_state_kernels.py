@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_compiling import compile_launches
 
 from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, REPO, run_command, runs_kernels
 
@@ -44,11 +45,13 @@ def test_padding_goes_to_the_first_slot():
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED or not HAS_TRITON, reason="starts the interpreter; needs triton and no GPU")
-def test_the_kernel_runs_in_the_interpreter():
-    tests = f"tests/{Path(__file__).name}"
-    done = run_command("-m", "pytest", "-q", tests, "-k", "kernel_stores or padding", cwd=REPO, TRITON_INTERPRET="1")
+def test_the_kernel_runs_in_the_interpreter_and_compiles(tmp_path):
+    tests, launches = f"tests/{Path(__file__).name}", tmp_path / "launches.json"
+    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
+    done = run_command("-m", "pytest", "-q", tests, "-k", "kernel_stores or padding", cwd=REPO, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "19 passed" in done.stdout, done.stdout
+    assert len(compile_launches(launches)) == 1
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
