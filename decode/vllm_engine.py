@@ -215,7 +215,7 @@ def start_vllm(setup: VllmSetup, name: str, earlier: Mapping[int, Generation] | 
         cores = sorted(os.sched_getaffinity(0))[: setup.num_cores]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ[DRIVER_VARIABLE] = str(os.getpid())
-    prepare_environment(num_ranks)
+    prepare_environment(num_ranks, dtype=setup.dtype)
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -26,13 +26,16 @@ EXTRACTION = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 versions have it there, too, where neither our connector nor ``skip_draft_tokens`` has run."""
 
 
-def prepare_environment(num_ranks: int = 1, *, verbose: bool = False) -> None:
+def prepare_environment(num_ranks: int = 1, *, verbose: bool = False, dtype: str = "auto") -> None:
     """Set what vLLM reads from the environment of its processes, where the user has not; before they start.
 
     Args:
         num_ranks: processes that share the target.
         verbose: let vLLM, torch and Python say what they like; else errors alone are said, all of them on stderr.
+        dtype: of the target.
     """
+    if dtype == "float32":  # vLLM's attention by Triton multiplies in TF32 otherwise
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     # Without engine processes the states of the last step would wait for a step that never comes.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -42,7 +42,7 @@ def capture(job: Job, samples: list[Sample], summary: dict[str, Any]) -> Generat
     Raises:
         KitError: the engine does not start, fails at a sample or dies, a broken capture (by sample id), or a full disk.
     """
-    prepare_environment(job.tensor_parallel_size, verbose=job.verbose)
+    prepare_environment(job.tensor_parallel_size, verbose=job.verbose, dtype=job.header.compute_dtype)
     if job.spool_bytes:  # a step may wait for the trainer
         os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(30 * 86400))
     engine = start_engine(job, samples)
