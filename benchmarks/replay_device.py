@@ -8,8 +8,8 @@ out) over those of one replay of all rows (everything from the rows on the host 
 --anchors. In bfloat16 near-ties fall either way: ``against_live`` counts the responses of other methods whose text differs from the
 recorded one, and in those of the same text the rounds that are not replay's. ``exact_…`` does it in float32, by the portable
 engine, with fewer and shorter responses: no round may differ, nor may one of ``against_host``, the path of few operations, in float32.
-``stages_levels_s`` and ``stages_kernels_s`` are of one more replay that waits after each stage; those of looking at slots, of growing and
-counting levels, and of looking and walking are parts of ``accepted``. Lines come as they are measured; the last line of the output is one JSON object.
+``stages_s`` is of one more replay that waits after each stage; looking at slots and walking are parts of ``accepted``. ``left`` are anchors that
+the kernels left to the path of few operations. Lines come as they are measured; the last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.measuring import ON_GPU, Report, attempt, now_s, numbers
 from decode.conversation import Conversation
 from decode.engine import Generation, Method
 from decode.fused_engine import FusedEngine, reason_against
-from dflash_kit import reach_counter, replay_device
+from dflash_kit import reach_counter
 from dflash_kit.acceptance import RoundLog, summarise
 from dflash_kit.benchmark_prompts import load_benchmark
 from dflash_kit.checkpoint import read_provenance
@@ -43,13 +43,12 @@ from dflash_kit.replay import replay_rows
 from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_blocks import PackedContexts
 from dflash_kit.replay_fleet import Fleet
-from dflash_kit.replay_slots import SlotFacts
 from dflash_kit.shards import Row
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
-from dflash_kit.tree_levels import TreeLevels
 
-COUNTERS = {"levels": AcceptedCounter, "kernels": reach_counter.ReachCounter}
+COUNTER = reach_counter.ReachCounter if ON_GPU else AcceptedCounter
+"""What replay takes."""
 Found = dict[tuple[str, int], list[RoundLog]]
 """Rounds of a row by method."""
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -71,20 +70,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     speed = Bench(options, torch.bfloat16 if ON_GPU else torch.float32)
     live, rows = speed.decode(options.prompts, options.max_new_tokens, fused=ON_GPU)
     report.add(**speed.live_figures(live))
-    for name in options.counters:
-        with mock.patch.object(replay_device, "COUNTER", COUNTERS[name]):
-            for anchors in options.anchors:
-                report.at(f"replay by {anchors} anchors, {name}")
-                figures = attempt(lambda n=anchors: speed.replay_figures(live, rows, n))
-                report.add(**{f"replay_{name}_{anchors}": figures})
-            report.at(f"stages, {name}")
-            report.add(**{f"stages_{name}_s": attempt(lambda: speed.stages(rows))})
+    for anchors in options.anchors:
+        report.at(f"replay by {anchors} anchors")
+        figures = attempt(lambda n=anchors: speed.replay_figures(live, rows, n))
+        report.add(**{f"replay_{anchors}": figures})
+    report.at("stages")
+    report.add(stages_s=attempt(lambda: speed.stages(rows)))
     report.at("exactness")
-    exact = attempt(lambda: exact_answers(options))
-    for name in options.counters:
-        with mock.patch.object(replay_device, "COUNTER", COUNTERS[name]):
-            figures = exact if isinstance(exact, str) else attempt(lambda: exact_figures(*exact))
-            report.add(**{f"exact_{name}": figures})
+    report.add(exact=attempt(lambda: exact_figures(options)))
     return report.finish()
 
 
@@ -99,12 +92,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--anchors", type=numbers, default=[0, 512, 2048], help="drafted together, at most; 0: what replay chooses"
     )
-    parser.add_argument(
-        "--counters",
-        type=counters,
-        default=[*COUNTERS] if ON_GPU else ["levels"],
-        help="how accepted tokens are counted: in torch operations, or by kernels (on a GPU)",
-    )
     parser.add_argument("--exact-prompts", type=int, default=4, help="decoded in float32, too")
     parser.add_argument("--exact-new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -113,15 +100,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.target = options.target or read_provenance(options.ckpt)["target"]
     return options
-
-
-def counters(text: str) -> list[str]:
-    """Names with commas between, of a command line."""
-    names = text.split(",")
-    for name in names:
-        if name not in COUNTERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(COUNTERS)}")
-    return names
 
 
 class Bench:
@@ -206,30 +184,30 @@ class Bench:
             begin_s = now_s()
             found = self.replay(rows, anchors=anchors)
             seconds.append(now_s() - begin_s)
-        drafted, heaps = self._work(rows, anchors)
+        drafted, num_left = self._work(rows, anchors)
         return {
             "replay_s": spread(seconds),
             "speedup": spread([live_s(live) / each for each in seconds]),
             "us_per_token": round(1e6 * min(seconds) / sum(len(g.token_ids) for g in live[self.methods[0]]), 2),
             "passes": len(drafted),
             "anchors": sum(drafted),
-            "left_to_the_heap": heaps,
+            "left": num_left,
             "against_live": against_live(live, found),
         }
 
     def _work(self, rows: list[Row], anchors: int) -> tuple[list[int], int]:
-        """Anchors of each pass, and those that the heap had to count."""
+        """Anchors of each pass, and those that the kernels left."""
         drafted, counters = [], set()
-        count = replay_device.COUNTER.count
+        count = COUNTER.count
 
         def counted(self: AcceptedCounter, hidden: torch.Tensor, truths: torch.Tensor) -> torch.Tensor:
             drafted.append(len(hidden))
             counters.add(self)
             return count(self, hidden, truths)
 
-        with mock.patch.object(replay_device.COUNTER, "count", counted):
+        with mock.patch.object(COUNTER, "count", counted):
             self.replay(rows, anchors=anchors)
-        return drafted, sum(counter.num_by_heap for counter in counters)
+        return drafted, sum(getattr(counter, "num_left", 0) for counter in counters)
 
     def stages(self, rows: list[Row]) -> dict[str, float]:
         """Seconds by stage of one replay."""
@@ -237,12 +215,9 @@ class Bench:
         timed = {
             "context": (PackedContexts, "__init__"),
             "draft": (PackedContexts, "draft"),
-            "accepted": (replay_device.COUNTER, "count"),
+            "accepted": (COUNTER, "count"),
             "look": (reach_counter, "_look"),
             "walk": (reach_counter, "_walk"),
-            "slots": (SlotFacts, "of"),
-            "levels_grow": (TreeLevels, "grow"),
-            "levels_count": (TreeLevels, "count"),
             "next_anchors": (Fleet, "next_anchors"),
             "hop": (Fleet, "hop"),
             "logs": (Fleet, "logs"),
@@ -294,14 +269,10 @@ def rounds_of(log: RoundLog) -> set[tuple[int, int]]:
     return set(zip(starts, log.num_accepted, strict=True))
 
 
-def exact_answers(options: argparse.Namespace) -> tuple[Bench, dict[Method, list[Generation]], list[Row]]:
-    """Live rounds in float32, by the portable engine, and the chain's answers as rows."""
+def exact_figures(options: argparse.Namespace) -> dict[str, Any]:
+    """The same in float32 by the portable engine, where nothing may differ."""
     bench = Bench(options, torch.float32)
-    return bench, *bench.decode(options.exact_prompts, options.exact_new_tokens, fused=False)
-
-
-def exact_figures(bench: Bench, live: dict[Method, list[Generation]], rows: list[Row]) -> dict[str, Any]:
-    """The same in float32, where nothing may differ."""
+    live, rows = bench.decode(options.exact_prompts, options.exact_new_tokens, fused=False)
     seconds, found = {}, {}
     for name, on_device in (("device", True), ("host", False)):
         begin_s = now_s()

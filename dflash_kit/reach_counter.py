@@ -1,19 +1,21 @@
 """How many draft tokens the rounds from many anchors accept, by every method at once, by kernels of our own on NVIDIA GPUs.
 
-The same counts as ``replay_accepted.AcceptedCounter``, in some ten launches for each piece of slots looked at, and without sorting levels.
+The same counts as ``replay_accepted.AcceptedCounter``, in some ten launches for each piece of slots looked at, and without building trees.
 
 Shape legend: N anchors, M = B - 1 depths, n anchors still open, m depths looked at together, K ranks kept per depth, D hidden.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .best_logits import GROUP, best_logits
 from .replay_accepted import AcceptedCounter
 from .replay_reach import NO_RANK
-from .replay_slots import GROUP, best_logits
+from .target_ends import TargetEnds
 
 STAGES = (3, 5, 7, 10)
 """Depths looked at before anchors are dropped; each costs a wait and some forty launches."""
@@ -24,7 +26,12 @@ PROGRAMS_AT_ONCE = 1 << 13
 
 
 class ReachCounter(AcceptedCounter):
-    """``AcceptedCounter`` by kernels; what it leaves to the heap are pieces whose score is no number."""
+    """``AcceptedCounter`` by kernels; what it leaves to that are true paths with a score that is no number."""
+
+    def __init__(self, ends: TargetEnds, budgets: Sequence[int]) -> None:
+        super().__init__(ends, budgets)
+        self.num_left = 0
+        """Anchors so far that it left to it."""
 
     @torch.no_grad()
     def count(self, hidden: Tensor, truths: Tensor) -> Tensor:
@@ -59,8 +66,10 @@ class ReachCounter(AcceptedCounter):
         inside = [(indices < budget).long().cumprod(1).sum(1) for budget in self.budgets]
         is_unsure = ((ranks < self.budget) & ~said.isfinite()).any(1)
         answer = torch.stack([chains, *inside, is_unsure.long()], dim=1).cpu()
-        for i in answer[:, -1].nonzero()[:, 0].tolist():
-            answer[i, :-1] = self._by_heap(hidden[i], truths[i])
+        left = answer[:, -1].nonzero()[:, 0]
+        if len(left):
+            self.num_left += len(left)
+            answer[left, :-1] = super().count(hidden[left.to(hidden.device)], truths[left.to(hidden.device)])
         return answer[:, :-1]
 
 

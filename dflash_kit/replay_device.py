@@ -1,27 +1,24 @@
 """Replay whose arithmetic all happens on the device: many rows together, one answer to the host for every few thousand anchors."""
 
-import math
+import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from .acceptance import DDTREE, RoundLog
 from .drafter import Drafter
+from .reach_counter import ReachCounter
 from .replay_accepted import AcceptedCounter
 from .replay_blocks import PackedContexts
 from .replay_fleet import Fleet
 from .replay_reach import Method
 from .shards import Row
 from .target_ends import TargetEnds
-from .tree_levels import SLACK
 
 ANCHORS_PER_CHUNK = (512, 4096)
 """Fewest and most, by memory. A pass costs some 15 ms of launches on an H200, whether of 120 anchors or of 240 (SmolLM2, budget 256)."""
-COUNTER: type[AcceptedCounter] = AcceptedCounter
-"""`reach_counter.ReachCounter` gives the same counts by kernels that have run in Triton's interpreter only, so far."""
 MEMORY_SHARE = 1 / 8
 """Of the device's free memory that the anchors of a pass may take."""
-SCORE_BYTES = 8
 ROWS_AT_ONCE = 256
 TOKENS_AT_ONCE = 1 << 17
 """Tokens of the rows that are walked together: 2.7 GB of keys and values for five layers with 8 heads of 128 in bfloat16."""
@@ -43,7 +40,7 @@ def replay_on_device(
     Anchors at which no method has come to stand yet are drafted, too, while less than half of ``anchors_per_chunk`` would
     be: there a pass is launches more than arithmetic, and saves later ones.
     """
-    counter = COUNTER(ends, [budget for name, budget in methods if name == DDTREE])
+    counter = counter_for(ends, [budget for name, budget in methods if name == DDTREE])
     anchors_per_chunk = anchors_per_chunk or anchors_that_fit(drafter, counter.budget, _free_bytes(ends.head.device))
     for some in _together(rows, rows_at_once or ROWS_AT_ONCE):
         fleet = Fleet(some, methods, eos_token_ids, max_new_tokens)
@@ -57,14 +54,19 @@ def replay_on_device(
         yield from zip(some, fleet.logs(), strict=True)
 
 
+def counter_for(ends: TargetEnds, budgets: Sequence[int]) -> AcceptedCounter:
+    """Kernels on GPUs."""
+    kind = ReachCounter if ends.head.is_cuda and importlib.util.find_spec("triton") else AcceptedCounter
+    return kind(ends, budgets)
+
+
 def anchors_that_fit(drafter: Drafter, budget: int, free_bytes: int) -> int:
-    """How many anchors to draft together, by what each takes: its block's states, and the levels and candidates of its tree."""
-    config, width = drafter.config, budget + SLACK
+    """How many anchors to draft together, by what each takes: its block's states, and the scores that its walk reads and writes."""
+    config = drafter.config
     states = 3 * config.block_size * config.hidden_size * drafter.fc.weight.element_size()
-    levels = config.num_draft_tokens * width * (SCORE_BYTES + 2)
-    candidates = 3 * SCORE_BYTES * width * (1 + math.log(width))  # of the widest level: width / 1 + width / 2 + …
+    scores = 4 * config.num_draft_tokens * budget + 16 * budget
     fewest, most = ANCHORS_PER_CHUNK
-    return max(fewest, min(most, int(MEMORY_SHARE * free_bytes / (states + levels + candidates))))
+    return max(fewest, min(most, int(MEMORY_SHARE * free_bytes / (states + scores))))
 
 
 def _free_bytes(device: torch.device) -> int:

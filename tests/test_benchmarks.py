@@ -141,12 +141,12 @@ def test_replay_is_timed_against_live_rounds(
     found = last_line(capsys)
     assert found == json.loads((tmp_path / "r.json").read_text())
     assert {*found["live"]} == {"chain-7", "ddtree-4", "ddtree-16"}
-    for part in (found["replay_levels_8"], found["replay_levels_64"], found["exact_levels"]):
+    for part in (found["replay_8"], found["replay_64"], found["exact"]):
         assert part["against_live"]["rounds_differing"] == part["against_live"]["texts_differing"] == 0
         assert part["against_live"]["rounds_compared"] > 0
-    assert found["replay_levels_64"]["passes"] < found["replay_levels_8"]["passes"]
-    assert found["exact_levels"]["against_host"]["rounds_differing"] == 0
-    assert {"context", "draft", "accepted", "slots", "levels_grow", "all"} <= {*found["stages_levels_s"]}
+    assert found["replay_64"]["passes"] < found["replay_8"]["passes"]
+    assert found["exact"]["against_host"]["rounds_differing"] == 0
+    assert {"context", "draft", "accepted", "all"} <= {*found["stages_s"]}
 
 
 @on_cpu

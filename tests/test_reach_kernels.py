@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_compiling import compile_launches
 from test_tree_places import DEPTHS, VOCABULARY, in_the_tree, likely_path
 
 from dflash_kit import reach_counter
@@ -51,13 +52,13 @@ def test_counts_are_those_of_the_trees(sharpness: float, is_coarse: bool) -> Non
             assert found[0] == next((i for i, token in enumerate(truth) if token != chain[i]), len(truth))
             assert found[1:] == [sum(index < each for index in indices) for each in budgets]
             lengths.update(found[1:])
-        assert counter.num_by_heap == 0
+        assert counter.num_left == 0
     assert len(lengths) >= (2 if sharpness < 1 else 4)
 
 
 @runs_kernels
 def test_logits_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot with NaN is in no tree; tokens that are masked are behind all others, and left to the heap where they are true."""
+    """A slot with NaN is in no tree; tokens that are masked are behind all others, and left to the other counter where they are true."""
     monkeypatch.setattr(reach_counter, "PROGRAMS_AT_ONCE", 5)
     logits = torch.randn(12, DEPTHS, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 3
     logits[::3, 2, 7] = torch.nan
@@ -69,7 +70,7 @@ def test_logits_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = [kind(identity_ends(), [4, 30]) for kind in (reach_counter.ReachCounter, AcceptedCounter)]
     ours, theirs = (counter.count(logits.to(DEVICE), truths) for counter in counters)
     assert ours.tolist() == theirs.tolist()
-    assert set(ours[::3, 0].tolist()) <= {0, 1, 2} and counters[0].num_by_heap == 1
+    assert set(ours[::3, 0].tolist()) <= {0, 1, 2} and counters[0].num_left == 1
 
 
 @runs_kernels
@@ -97,8 +98,10 @@ def test_what_a_slot_says(vocabulary: int, num_ranks: int, dtype: torch.dtype) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED or not HAS_TRITON, reason="starts the interpreter; needs triton and no GPU")
-def test_the_kernels_run_in_the_interpreter() -> None:
-    tests = f"tests/{Path(__file__).name}"
-    done = run_command("-m", "pytest", "-q", tests, "-k", "not interpreter", cwd=REPO, TRITON_INTERPRET="1")
+def test_the_kernels_run_in_the_interpreter_and_compile(tmp_path: Path) -> None:
+    tests, launches = f"tests/{Path(__file__).name}", tmp_path / "launches.json"
+    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
+    done = run_command("-m", "pytest", "-q", tests, "-k", "not interpreter", cwd=REPO, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "15 passed" in done.stdout, done.stdout
+    assert compile_launches(launches) == {"slot_kernel", "index_kernel"}
