@@ -1,4 +1,4 @@
-"""Replay in device operations against live decoding of the same rounds on the same device, and whether the rounds are the same.
+"""Replay on a device against live decoding of the same rounds on the same device, and whether the rounds are the same.
 
     python benchmarks/replay_device.py --ckpt data/drafters/smollm2-135m-instruct --target TARGET --out replay.json
 
@@ -6,7 +6,7 @@ Prompts of GSM8K are decoded live by the chain and by DDTree at every budget, on
 chain said is recorded with its taps and replayed. ``speedup`` is the seconds of all live rounds (prefill and capture left
 out) over those of one replay of all rows (everything from the rows on the host to the rounds on the host), for each of
 --anchors. In bfloat16 near-ties fall either way: ``against_live`` counts the responses of other methods whose text differs from the
-recorded one, and in those of the same text the rounds that are not replay's. ``exact_…`` does it in float32, by the portable
+recorded one, and in those of the same text the rounds that are not replay's. ``exact`` does it in float32, by the portable
 engine, with fewer and shorter responses: no round may differ, nor may one of ``against_host``, the path of few operations, in float32.
 ``stages_s`` is of one more replay that waits after each stage; looking at slots and walking are parts of ``accepted``. ``left`` are anchors that
 the kernels left to the path of few operations. Lines come as they are measured; the last line of the output is one JSON object.

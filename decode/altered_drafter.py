@@ -3,7 +3,7 @@
 Shape legend: T tokens with states, K taps, D hidden size, B block size, Q slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class AlteredDrafter(Drafter):
         return super().context(features, positions + self.change.context_offset)
 
     def blocks(
-        self, noise_embeds: Tensor, slot_positions: Tensor, context: Sequence[KeyValue], masks: Sequence[Any]
+        self, noise_embeds: Tensor, slot_positions: Tensor, context: Iterable[KeyValue], masks: Sequence[Any]
     ) -> Tensor:
         size = self.config.block_size
         slots = noise_embeds.unflatten(1, (-1, size)) * self.change.embedding_factor

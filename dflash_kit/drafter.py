@@ -7,7 +7,7 @@ Shape legend: T context tokens, N blocks, B block size, Q slots (N * B, or B for
 H query heads, G key-value heads, d head dimension.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Drafter(nn.Module):
         return [layer.self_attn.key_value(fused, cos, sin) for layer in self.layers]
 
     def blocks(
-        self, noise_embeds: Tensor, slot_positions: Tensor, context: Sequence[KeyValue], masks: Sequence[Any]
+        self, noise_embeds: Tensor, slot_positions: Tensor, context: Iterable[KeyValue], masks: Sequence[Any]
     ) -> Tensor:
         """Hidden states (1, Q, D) after the final norm of slots (1, Q, D) at positions (Q,); one mask per layer.
 
@@ -89,7 +89,7 @@ class Drafter(nn.Module):
         run_layer: Callable[..., Tensor],
         noise_embeds: Tensor,
         slot_positions: Tensor,
-        context: Sequence[KeyValue],
+        context: Iterable[KeyValue],
         masks: Sequence[Any],
     ) -> Tensor:
         cos, sin = self.rotary(slot_positions.flatten(), noise_embeds.dtype)

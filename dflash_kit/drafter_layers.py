@@ -74,9 +74,15 @@ class DrafterAttention(nn.Module):
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
-    """Masked attention (1, H, Q, d); ``mask`` is a bool tensor (SDPA) or a FlexAttention ``BlockMask``."""
+    """Masked attention (N, H, Q, d); ``mask`` is a bool tensor (SDPA) or a FlexAttention ``BlockMask``."""
     if isinstance(mask, Tensor):
         repeats = queries.shape[1] // keys.shape[1]
+        if len(queries) > 1:  # few slots each: the heads of a group are rows of one product, and keys need no copies
+            grouped = queries.unflatten(1, (-1, repeats)).flatten(2, 3)
+            found = functional.scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=mask.repeat(1, 1, repeats, 1)
+            )
+            return found.unflatten(2, (repeats, -1)).flatten(1, 2)
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()

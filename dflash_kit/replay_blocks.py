@@ -19,7 +19,7 @@ from .target_ends import TargetEnds
 CONTEXT_TOKENS_AT_ONCE = 1 << 14
 """Tokens that go through the drafter's context pass together."""
 CONTEXT_BYTES_AT_ONCE = 1 << 30
-"""Of keys and values that a batch of blocks is given copies of."""
+"""Of one layer's keys and values that a batch of blocks is given copies of."""
 KEYS_TILE = 64
 """Contexts are padded to a multiple: few shapes to allocate, and masks whose rows need no copy in attention."""
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -45,8 +45,8 @@ class PackedContexts:
         self._keys_values: list[tuple[Tensor, Tensor]] = []
         """(L, G, d) of every layer"""
         self._token_bytes = (
-            2 * len(drafter.layers) * drafter.config.num_key_value_heads * drafter.config.head_dim
-        ) * drafter.fc.weight.element_size()
+            2 * drafter.config.num_key_value_heads * drafter.config.head_dim * drafter.fc.weight.element_size()
+        )
         parts = [self._context(group) for group in _groups(rows, lengths)]
         if parts:
             self._keys_values = [
@@ -106,9 +106,9 @@ class PackedContexts:
         }
         # Behind a context its last token is repeated, and hidden: what is hidden must be finite, too.
         places = starts[:, None] + torch.minimum(context_positions, positions[:, None] - 1).clamp(min=0)
-        contexts = [
+        contexts = (  # one layer's at a time
             (keys[places].transpose(1, 2), values[places].transpose(1, 2)) for keys, values in self._keys_values
-        ]
+        )
         attentions = [layer.self_attn for layer in self.drafter.layers]
         with sdpa_kernel(ATTENTION):
             hidden = self.drafter.blocks(
