@@ -42,13 +42,12 @@ from dflash_kit.provenance import git_commit
 from dflash_kit.replay import replay_rows
 from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_blocks import PackedContexts
+from dflash_kit.replay_device import counter_for
 from dflash_kit.replay_fleet import Fleet
 from dflash_kit.shards import Row
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
-COUNTER = reach_counter.ReachCounter if ON_GPU else AcceptedCounter
-"""What replay takes."""
 Found = dict[tuple[str, int], list[RoundLog]]
 """Rounds of a row by method."""
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -111,6 +110,8 @@ class Bench:
         self.spec, self.tokenizer = TargetSpec.from_pretrained(options.target), load_tokenizer(options.target)
         self.drafter = Drafter.from_pretrained(options.ckpt, **self.place)
         self.ends = TargetEnds.from_pretrained(options.target, **self.place)
+        self.counter = type(counter_for(self.ends, []))
+        """What replay takes."""
         self.methods = [Method("chain", self.drafter.config.num_draft_tokens)]
         self.methods += [Method("ddtree", budget) for budget in sorted(set(options.budgets))]
         self.engine = "portable"
@@ -198,14 +199,14 @@ class Bench:
     def _work(self, rows: list[Row], anchors: int) -> tuple[list[int], int]:
         """Anchors of each pass, and those that the kernels left."""
         drafted, counters = [], set()
-        count = COUNTER.count
+        count = self.counter.count
 
         def counted(self: AcceptedCounter, hidden: torch.Tensor, truths: torch.Tensor) -> torch.Tensor:
             drafted.append(len(hidden))
             counters.add(self)
             return count(self, hidden, truths)
 
-        with mock.patch.object(COUNTER, "count", counted):
+        with mock.patch.object(self.counter, "count", counted):
             self.replay(rows, anchors=anchors)
         return drafted, sum(getattr(counter, "num_left", 0) for counter in counters)
 
@@ -215,7 +216,7 @@ class Bench:
         timed = {
             "context": (PackedContexts, "__init__"),
             "draft": (PackedContexts, "draft"),
-            "accepted": (COUNTER, "count"),
+            "accepted": (self.counter, "count"),
             "look": (reach_counter, "_look"),
             "walk": (reach_counter, "_walk"),
             "next_anchors": (Fleet, "next_anchors"),

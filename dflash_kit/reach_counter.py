@@ -69,7 +69,8 @@ class ReachCounter(AcceptedCounter):
         left = answer[:, -1].nonzero()[:, 0]
         if len(left):
             self.num_left += len(left)
-            answer[left, :-1] = super().count(hidden[left.to(hidden.device)], truths[left.to(hidden.device)])
+            places = left.to(hidden.device)
+            answer[left, :-1] = super().count(hidden[places], truths[places])
         return answer[:, :-1]
 
 

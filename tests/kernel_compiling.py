@@ -1,7 +1,7 @@
 """Whether kernels that ran in Triton's interpreter also compile for a GPU: the interpreter takes types that the compiler refuses.
 
 A process with ``TRITON_INTERPRET=1`` and ``DFLASH_LAUNCHES=FILE`` notes there what its kernels were launched with (``record_launches``,
-by ``conftest``); another compiles that for Hopper, which needs no GPU (``compile_launches``).
+by ``conftest``); another compiles that for Hopper, which needs no GPU (``compile_launches``). ``interpret_and_compile`` does both for tests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from helpers import REPO, run_command
 
 HOPPER = ("cuda", 90, 32)
 VARIANTS = 2
@@ -57,6 +59,15 @@ def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def interpret_and_compile(tests: Path, chosen: str, folder: Path) -> tuple[str, set[str]]:
+    """Run the chosen tests of a file in the interpreter, in a process of its own, and compile what ran: pytest's words, the kernels' names."""
+    launches = folder / "launches.json"
+    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
+    done = run_command("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests, "-k", chosen, cwd=REPO, **settings)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout, compile_launches(launches)
 
 
 def compile_launches(file: Path) -> set[str]:

@@ -6,7 +6,6 @@ on a GPU every test runs through the kernels and CUDA graphs.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -337,19 +336,11 @@ def test_row_kernels(width: int) -> None:
 @pytest.mark.skipif(not HAS_TRITON or KERNELS, reason="Triton is missing, or the kernels were tested already")
 def test_kernels_in_the_interpreter_and_compiled(tmp_path: Path) -> None:
     """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own; compile what ran there."""
-    from kernel_compiling import compile_launches
-
-    from helpers import run_command
+    from kernel_compiling import interpret_and_compile
 
     chosen = "(attention_kernel and float32) or row_kernels or device_tree or best_tokens or walk"
-    done = run_command(
-        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__), "-k", chosen, TRITON_INTERPRET="1",
-        PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
-        DFLASH_LAUNCHES=str(tmp_path / "launches.json"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    compiled = compile_launches(tmp_path / "launches.json")
-    assert {"tree_attention_kernel", "merge_kernel"} <= compiled, compiled
+    _, kernels = interpret_and_compile(Path(__file__), chosen, tmp_path)
+    assert {"tree_attention_kernel", "merge_kernel"} <= kernels, kernels
 
 
 @pytest.mark.gpu

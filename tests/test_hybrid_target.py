@@ -270,16 +270,11 @@ def test_gated_rope_kernel_equals_its_reference(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(KERNELS or not HAS_TRITON, reason="starts the interpreter; needs triton and no GPU")
 def test_kernels_run_in_the_interpreter_and_compile(tmp_path: Path) -> None:
-    from kernel_compiling import compile_launches
+    from kernel_compiling import interpret_and_compile
 
-    from helpers import REPO, run_command
-
-    tests, launches = Path(__file__).name, tmp_path / "launches.json"
-    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
-    done = run_command("-m", "pytest", "-q", f"tests/{tests}", "-k", "reference", cwd=REPO, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert len(compile_launches(launches)) >= 1
+    words, kernels = interpret_and_compile(Path(__file__), "reference", tmp_path)
+    assert "passed" in words
+    assert len(kernels) >= 1
 
 
 def test_biases_and_other_layers_are_refused() -> None:

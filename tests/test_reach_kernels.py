@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_compiling import compile_launches
+from kernel_compiling import interpret_and_compile
 from test_tree_places import DEPTHS, VOCABULARY, in_the_tree, likely_path
 
 from dflash_kit import reach_counter
@@ -13,7 +13,7 @@ from dflash_kit.replay_accepted import AcceptedCounter
 from dflash_kit.replay_reach import NO_RANK
 from dflash_kit.target_ends import TargetEnds
 from dflash_kit.tree import chain_tree
-from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, REPO, run_command, runs_kernels
+from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, runs_kernels
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NUM_TREES = 64 if HAS_GPU else 3
@@ -99,9 +99,6 @@ def test_what_a_slot_says(vocabulary: int, num_ranks: int, dtype: torch.dtype) -
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED or not HAS_TRITON, reason="starts the interpreter; needs triton and no GPU")
 def test_the_kernels_run_in_the_interpreter_and_compile(tmp_path: Path) -> None:
-    tests, launches = f"tests/{Path(__file__).name}", tmp_path / "launches.json"
-    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
-    done = run_command("-m", "pytest", "-q", tests, "-k", "not interpreter", cwd=REPO, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "15 passed" in done.stdout, done.stdout
-    assert compile_launches(launches) == {"slot_kernel", "index_kernel"}
+    words, kernels = interpret_and_compile(Path(__file__), "not interpreter", tmp_path)
+    assert "15 passed" in words, words
+    assert kernels == {"slot_kernel", "index_kernel"}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_compiling import compile_launches
+from kernel_compiling import interpret_and_compile
 
-from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, REPO, run_command, runs_kernels
+from helpers import HAS_GPU, HAS_TRITON, INTERPRETED, runs_kernels
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BLOCKS, S = 9, 4
@@ -46,12 +46,9 @@ def test_padding_goes_to_the_first_slot():
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED or not HAS_TRITON, reason="starts the interpreter; needs triton and no GPU")
 def test_the_kernel_runs_in_the_interpreter_and_compiles(tmp_path):
-    tests, launches = f"tests/{Path(__file__).name}", tmp_path / "launches.json"
-    settings = {"TRITON_INTERPRET": "1", "DFLASH_LAUNCHES": str(launches)}
-    done = run_command("-m", "pytest", "-q", tests, "-k", "kernel_stores or padding", cwd=REPO, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "19 passed" in done.stdout, done.stdout
-    assert len(compile_launches(launches)) == 1
+    words, kernels = interpret_and_compile(Path(__file__), "kernel_stores or padding", tmp_path)
+    assert "19 passed" in words, words
+    assert len(kernels) == 1
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
