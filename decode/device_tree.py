@@ -1,6 +1,6 @@
 """Draft trees that never leave the device: built from the drafter's logits, masked, and walked after verification.
 
-The tree is that of `dflash_kit.tree.build_tree` (nodes, order and parents). Where more paths tie exactly at the
+The tree is that of `dflash_kit.tree.build_tree` (nodes, order and parents), its rows numbered in preorder where the buffers ask for it. Where more paths tie exactly at the
 budget's edge than the buffers hold, another choice among the tied ones is possible; the tree stays valid and optimal.
 On the CPU the heap itself builds it.
 
@@ -26,6 +26,10 @@ MAX_BUDGET = 1024
 MAX_DEPTHS = 15
 """Three words of five ranks each hold a path for breaking ties."""
 LOGIT_CHUNK = 4096
+PREORDER_ROWS = 128
+"""Trees of more rows are numbered in preorder by rounds that take them whole: attention then skips most of the tree."""
+PATH_ROWS = 16
+"""Entries of ``ancestors`` for a row: a node at the greatest depth has 15, the root among them."""
 GROUP = 64
 MAX_GROUPED_RANKS = 128
 """One program holds so many groups of tokens; torch's topk finds the best of more."""
@@ -41,6 +45,8 @@ class TreeBuffers:
         parents: (R,) int32 row of the parent, -1 for the root and padding.
         mask: (R, W) int64, W words of 64 bits: bit j of a row says whether it may look at row j.
         num_nodes: (1,) int32.
+        ancestors: (R, PATH_ROWS) int32 rows of a row's ancestors, -1 behind them, where rows are numbered in preorder (a
+            node before its children, a subtree in a run, better paths first); None where they are numbered best-first.
     """
 
     tokens: Tensor
@@ -48,6 +54,7 @@ class TreeBuffers:
     parents: Tensor
     mask: Tensor
     num_nodes: Tensor
+    ancestors: Tensor | None = None
 
     @classmethod
     def allocate(cls, num_rows: int, device: torch.device | str) -> "TreeBuffers":
@@ -64,8 +71,14 @@ class TreeBuffers:
     def num_rows(self) -> int:
         return self.tokens.numel()
 
+    def number_in_preorder(self) -> None:
+        """Have kernels that build a tree here number its rows so; the heap on a CPU numbers best-first all the same."""
+        if uses_kernels(self.tokens):
+            self.ancestors = torch.full((self.num_rows, PATH_ROWS), -1, dtype=torch.int32, device=self.tokens.device)
+
     def set_nodes(self, tokens: Tensor, depths: Tensor, parents: Tensor) -> None:
         """Fill in a tree that was built elsewhere: three (n,) tensors as in `dflash_kit.tree.Tree`."""
+        assert self.ancestors is None, "these nodes are numbered best-first"
         count = tokens.numel()
         self.tokens[1 : count + 1] = tokens.to(self.tokens.device)
         self.depths[1 : count + 1] = depths.to(self.depths)
@@ -168,7 +181,14 @@ class TreeBuilder:
                 "record_rows": zeros(records),
                 "row_records": zeros(self.tree.num_rows),
                 "num_kept": zeros(1),
+                "words": zeros(1, torch.long),
             }
+            if self.tree.ancestors is not None:
+                rows = self.tree.num_rows
+                self._scratch |= {
+                    "best_records": zeros(rows), "best_tokens": zeros(rows, torch.long), "best_depths": zeros(rows),
+                    "best_log_probs": zeros(rows, torch.float64), "words": zeros(3 * rows, torch.long),
+                }  # fmt: skip
         return self._scratch
 
     def _rank(self, logits: Tensor, s: dict[str, Tensor]) -> None:
@@ -206,23 +226,36 @@ class TreeBuilder:
         )  # fmt: skip
 
     def _number(self, s: dict[str, Tensor]) -> None:
-        from .tree_kernels import mask_kernel, order_kernel
+        from .tree_kernels import mask_kernel, order_kernel, preorder_kernel
 
         tree, rows = self.tree, self.tree.num_rows
         last = (self.num_depths - 1) % 2 * self.capacity
+        records, tokens, depths, log_probs = s["row_records"], tree.tokens, tree.depths, self.path_log_probs
+        if tree.ancestors is not None:
+            records, tokens, depths, log_probs = (
+                s[f"best_{name}"] for name in ("records", "tokens", "depths", "log_probs")
+            )
         order_kernel[(self.frontier // 16,)](
             s["keys"][last:], s["items"][last:], s["num_kept"], s["record_parents"], s["record_ranks"],
             s["record_rows"],
-            s["row_records"], s["ranked_ids"], tree.tokens, tree.depths, self.path_log_probs, tree.num_nodes,
+            records, s["ranked_ids"], tokens, depths, log_probs, tree.num_nodes, s["words"],
             self.num_depths,
             self.num_ranks,
-            self.budget, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier), num_warps=4,
+            self.budget, rows, FRONTIER=self.frontier, MINE=16, CHUNK=min(128, self.frontier),
+            KEEP_WORDS=tree.ancestors is not None, num_warps=4,
         )  # fmt: skip
+        if tree.ancestors is not None:
+            preorder_kernel[(-(-self.budget // 16),)](
+                tokens, depths, log_probs, records, s["words"], tree.num_nodes, tree.tokens, tree.depths, self.path_log_probs,
+                s["row_records"], s["record_rows"], rows, MINE=16, CHUNK=128, num_warps=4,
+            )  # fmt: skip
         words = tree.mask.shape[1]
         mask_kernel[(-(-rows // 16),)](
-            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask, rows,
+            s["row_records"], s["record_rows"], s["record_parents"], tree.num_nodes, tree.parents, tree.mask,
+            tree.mask if tree.ancestors is None else tree.ancestors, rows,
             words,
-            self.num_depths, ROWS=16, WORDS=max(2, power_of_two(words)), num_warps=4,
+            self.num_depths, ROWS=16, WORDS=max(2, power_of_two(words)), PATH=0 if tree.ancestors is None else PATH_ROWS,
+            num_warps=4,
         )  # fmt: skip
 
 

@@ -105,6 +105,8 @@ class Rows:
     tables: tuple[Tensor, Tensor]
     """Cosines and sines (positions, d / 2)."""
     long_context: bool = False
+    ancestors: Tensor | None = None
+    """(R, P) int32 of rows in preorder, see `TreeBuffers`"""
 
 
 def run_layers(
@@ -136,7 +138,7 @@ def run_layers(
         tree_attention(
             b.queries, caches[index], mask, rows.depths, rows.length, b.attended, scale=layer.scale,
             window=layer.window, triangular=not layer.bidirectional,
-            long_context=rows.long_context,
+            long_context=rows.long_context, ancestors=rows.ancestors,
         )  # fmt: skip
         linear(b.attended, layer.out, layer.out_bias, b.delta)
         add_norm(b.residual, b.delta, layer.post_norm, layer.eps, b.normed)

@@ -155,6 +155,7 @@ def tree_attention(
     window: int | None = None,
     triangular: bool = True,
     long_context: bool = False,
+    ancestors: Tensor | None = None,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """Attention of R rows over ``length`` committed slots and, under ``mask``, over the R rows behind them.
@@ -168,6 +169,7 @@ def tree_attention(
         out: (R, H * d).
         triangular: no row looks at a row of a greater number (trees and chains; not bidirectional blocks).
         long_context: whether the prefix is worth more splits.
+        ancestors: (R, P) int32 of rows in preorder, see `TreeBuffers`: far keys are gathered instead of looked for. Needs ``triangular``.
         config: tile rows, tile keys, splits, warps, stages; None chooses.
     """
     rows, num_heads, dim = queries.shape
@@ -176,16 +178,18 @@ def tree_attention(
         return _tree_attention_reference(queries, cache, mask, depths, int(length), out, scale, window)
     from .tree_attention import merge_kernel, tree_attention_kernel
 
+    assert ancestors is None or triangular, "rows in preorder see no row of a greater number"
     block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], long_context, dim)
     partial, sums = queries, queries
     if splits > 1:
         partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
         sums = queries.new_empty(splits * rows * num_heads, dtype=torch.float32)
     tree_attention_kernel[(-(-rows * group // block_m), cache.shape[1], splits)](
-        queries, cache, mask, depths, length, out, partial, sums, rows, mask.stride(0), cache.stride(0),
-        cache.stride(1),
+        queries, cache, mask, depths, depths if ancestors is None else ancestors, length, out, partial, sums, rows,
+        mask.stride(0), cache.stride(0), cache.stride(1),
         scale * 1.4426950408889634, HEADS=num_heads, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n,
-        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, num_warps=warps, num_stages=stages,
+        SPLITS=splits, WINDOW=window or 0, TRIANGULAR=triangular, PREORDER=ancestors is not None,
+        PATH=1 if ancestors is None else ancestors.shape[1], num_warps=warps, num_stages=stages,
         **launch_options(out),
     )  # fmt: skip
     if splits > 1:

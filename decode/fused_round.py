@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_kit.errors import KitError
 
 from .cuda_graphs import capture
-from .device_tree import TreeBuffers, TreeBuilder, WalkBuffers, walk
+from .device_tree import PREORDER_ROWS, TreeBuffers, TreeBuilder, WalkBuffers, walk
 from .fused_drafter import FusedDrafter
 from .fused_target import LONG_CONTEXT_TOKENS, FusedTarget, padded_rows
 from .row_sampler import RowSampler
@@ -69,6 +69,8 @@ class FusedRound:
         self.anchor = drafted.anchor if drafted else torch.zeros(1, dtype=torch.long, device=target.device)
         self.builder: TreeBuilder | None = None
         if self.depth and drafted is None:
+            if target.gains_by_preorder and self.tree.num_rows > PREORDER_ROWS and budget is not None:
+                self.tree.number_in_preorder()
             self.builder = TreeBuilder(self.depth, target.head.shape[0], max(nodes, 1), self.tree)
         if budget is None:
             self.tree.set_chain()

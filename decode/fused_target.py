@@ -78,6 +78,8 @@ class FusedTarget:
 
     splits_by_context = True
     """Whether passes differ between short and long contexts; see ``long_context``."""
+    gains_by_preorder = True
+    """Whether large trees had better be numbered so; see `TreeBuffers`."""
 
     def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
         config = model.config.get_text_config()
@@ -123,7 +125,7 @@ class FusedTarget:
         torch.index_select(self.embedding, 0, tree.tokens, out=b.residual)
         width = self.embedding.shape[1]
         taps = {layer: step.taps[:, i * width : (i + 1) * width] for i, layer in enumerate(self.tap_layer_ids)}
-        rows = Rows(tree.mask, tree.depths, self.length, self.tables, self.long_context)
+        rows = Rows(tree.mask, tree.depths, self.length, self.tables, self.long_context, tree.ancestors)
         with preferred_library(tree.num_rows):
             states = run_layers(self.layers, self.caches, rows, b, self.final_norm, self.eps, taps)
         if head_rows is not None:

@@ -53,6 +53,9 @@ class HybridTarget(FusedTarget):
     """
 
     splits_by_context = False
+    gains_by_preorder = (
+        False  # few layers attend, and the others take a step for each node of the longest path in a tile of rows
+    )
 
     def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
         check_hybrid(model)

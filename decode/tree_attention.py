@@ -1,6 +1,10 @@
 """Attention of tree nodes over the committed prefix (no mask) and over the tree itself (ancestor mask), in
 one pass.
 
+Where rows are numbered in preorder (a subtree is a run of rows), what a tile of rows sees of the tree are its own rows and the ancestors
+of its first one: an ancestor of any row that comes before the tile has a subtree that reaches into it, and so holds the first row, too. Few
+keys are left of many, and the far ones are gathered.
+
 The keys of both parts lie in one cache: prefix in slots 0 … length - 1, tree row r in slot length + r. The
 tiles of both parts are dealt evenly to ``num_splits`` programs, whose partial results are merged by
 log-sum-exp. The query heads that share a key-value head are packed into one tile: query row r of head g is
@@ -28,10 +32,11 @@ def _absorb(scores, values, best, weight, total):
 
 @triton.jit
 def tree_attention_kernel(
-    queries, cache, mask, depths, length, out, partial, log_sums, num_rows, mask_stride, value_stride, head_stride,
-    scale,
+    queries, cache, mask, depths, ancestors, length, out, partial, log_sums, num_rows, mask_stride, value_stride,
+    head_stride, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PREORDER: tl.constexpr, PATH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -60,7 +65,11 @@ def tree_attention_kernel(
     last_row = num_rows - 1
     if TRIANGULAR:  # a row's ancestors have smaller numbers than the row
         last_row = tl.minimum(last_row, (tile * BLOCK_M + BLOCK_M - 1) // GROUP)
-    num_tiles = prefix - first + last_row // BLOCK_N + 1
+    first_row = tile * BLOCK_M // GROUP
+    skipped = 0  # tiles of nodes before the rows' own
+    if PREORDER:
+        skipped = first_row // BLOCK_N
+    num_tiles = prefix - first + last_row // BLOCK_N + 1 - skipped
     share = tl.cdiv(num_tiles, SPLITS)
     begin = first + split * share
     end = tl.minimum(begin + share, first + num_tiles)
@@ -83,7 +92,8 @@ def tree_attention_kernel(
             seen = seen & (held + row_depth[:, None] - slot[None, :] < WINDOW)
         best, weight, total = _absorb(tl.where(seen, scores, float("-inf")), value, best, weight, total)
     for block in range(tl.maximum(begin, prefix), end):
-        node = (block - prefix) * BLOCK_N + column
+        node_block = block - prefix + skipped
+        node = node_block * BLOCK_N + column
         slot = held + node
         inside = node < num_rows
         key = tl.load(keys + slot[None, :] * DIM + dim[:, None], mask=inside[None, :], other=0.0)
@@ -91,10 +101,10 @@ def tree_attention_kernel(
         scores = tl.dot(query, key, input_precision="ieee") * scale
         visible = used[:, None] & inside[None, :]
         # One or two words of 64 bits say which nodes of this tile a row may look at.
-        at_word = mask + row * mask_stride + (block - prefix) * (BLOCK_N // 64)
+        at_word = mask + row * mask_stride + node_block * (BLOCK_N // 64)
         word = tl.load(at_word, mask=used, other=0)[:, None]
         if BLOCK_N == 128:
-            more = row * 0 + (block - prefix) * 2 + 1 < mask_stride
+            more = row * 0 + node_block * 2 + 1 < mask_stride
             word = tl.where(column[None, :] < 64, word, tl.load(at_word + 1, mask=used & more, other=0)[:, None])
         seen = ((word >> (column % 64).to(tl.int64)[None, :]) & 1) != 0
         seen = seen & visible
@@ -102,6 +112,22 @@ def tree_attention_kernel(
             node_depth = tl.load(depths + node, mask=inside, other=0)
             seen = seen & (row_depth[:, None] - node_depth[None, :] < WINDOW)
         best, weight, total = _absorb(tl.where(seen, scores, float("-inf")), value, best, weight, total)
+    if PREORDER:  # noqa: SIM102 - a constant: the rest is compiled, or is not
+        if (skipped > 0) & (split == SPLITS - 1):
+            node = tl.load(ancestors + first_row * PATH + tl.arange(0, PATH))
+            far = (node >= 0) & (node < skipped * BLOCK_N)
+            node = tl.maximum(node, 0)
+            slot = held + node
+            key = tl.load(keys + slot[None, :] * DIM + dim[:, None], mask=far[None, :], other=0.0)
+            value = tl.load(values + slot[:, None] * DIM + dim[None, :], mask=far[:, None], other=0.0)
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            seen = used[:, None] & far[None, :]
+            word = tl.load(mask + row[:, None] * mask_stride + node[None, :] // 64, mask=seen, other=0)
+            seen = seen & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) != 0)
+            if WINDOW > 0:
+                node_depth = tl.load(depths + node, mask=far, other=0)
+                seen = seen & (row_depth[:, None] - node_depth[None, :] < WINDOW)
+            best, weight, total = _absorb(tl.where(seen, scores, float("-inf")), value, best, weight, total)
     at = row * HEADS + head
     safe = tl.maximum(weight, 1.0e-30)
     result = total / safe[:, None]

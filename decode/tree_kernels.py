@@ -178,10 +178,13 @@ def _path_words(record, used, record_parents, record_ranks, num_depths, FRONTIER
 @triton.jit
 def order_kernel(
     kept_keys, kept_records, num_kept_in, record_parents, record_ranks, record_rows, row_records, ranked_ids, tokens,
-    depths, path_log_probs, num_nodes, num_depths, num_ranks, budget,
-    FRONTIER: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    depths, path_log_probs, num_nodes, words, num_depths, num_ranks, budget, num_rows,
+    FRONTIER: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr, KEEP_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens, depths and scores."""
+    """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens, depths and scores.
+
+    KEEP_WORDS writes the rank tuples (3, R), too.
+    """
     num_kept = tl.load(num_kept_in)
     mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
     used = mine < num_kept
@@ -216,16 +219,57 @@ def order_kernel(
     tl.store(path_log_probs + row, -key.to(tl.float64, bitcast=True), mask=stays)
     tl.store(row_records + row, record, mask=stays)
     tl.store(record_rows + record, row, mask=stays)
+    if KEEP_WORDS:
+        tl.store(words + row, first, mask=stays)
+        tl.store(words + num_rows + row, second, mask=stays)
+        tl.store(words + 2 * num_rows + row, third, mask=stays)
     if tl.program_id(0) == 0:
         tl.store(num_nodes, tl.minimum(num_kept, budget))
 
 
 @triton.jit
-def mask_kernel(
-    row_records, record_rows, record_parents, num_nodes, parents, mask, num_rows, num_words, num_depths,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
+def preorder_kernel(
+    best_tokens, best_depths, best_log_probs, best_records, words, num_nodes, tokens, depths, path_log_probs, row_records,
+    record_rows, num_rows,
+    MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Parent rows and the ancestor bits (R, words); rows behind the last node see the root and themselves."""
+    """Number nodes that are numbered best-first (from 1) in preorder, which is the order of their rank tuples, by counting likewise."""
+    count = tl.load(num_nodes)
+    mine = 1 + tl.program_id(0) * MINE + tl.arange(0, MINE)
+    used = mine <= count
+    first = tl.load(words + mine, mask=used, other=0)
+    second = tl.load(words + num_rows + mine, mask=used, other=0)
+    third = tl.load(words + 2 * num_rows + mine, mask=used, other=0)
+    before = tl.zeros((MINE,), tl.int32)
+    for start in range(1, count + 1, CHUNK):
+        theirs = start + tl.arange(0, CHUNK)
+        there = theirs <= count
+        o_first = tl.load(words + theirs, mask=there, other=0)[None, :]
+        o_second = tl.load(words + num_rows + theirs, mask=there, other=0)[None, :]
+        o_third = tl.load(words + 2 * num_rows + theirs, mask=there, other=0)[None, :]
+        same_first = o_first == first[:, None]
+        same_second = same_first & (o_second == second[:, None])
+        smaller = (o_first < first[:, None]) | (same_first & (o_second < second[:, None]))
+        smaller = smaller | (same_second & (o_third < third[:, None]))
+        before += tl.sum((smaller & there[None, :]).to(tl.int32), axis=1)
+    row = before + 1
+    record = tl.load(best_records + mine, mask=used, other=0)
+    tl.store(tokens + row, tl.load(best_tokens + mine, mask=used, other=0), mask=used)
+    tl.store(depths + row, tl.load(best_depths + mine, mask=used, other=0), mask=used)
+    tl.store(path_log_probs + row, tl.load(best_log_probs + mine, mask=used, other=0.0), mask=used)
+    tl.store(row_records + row, record, mask=used)
+    tl.store(record_rows + record, row, mask=used)
+
+
+@triton.jit
+def mask_kernel(
+    row_records, record_rows, record_parents, num_nodes, parents, mask, ancestors, num_rows, num_words, num_depths,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Parent rows and the ancestor bits (R, words); rows behind the last node see the root and themselves.
+
+    With PATH above 0, the rows of all ancestors (R, PATH), too, -1 behind them.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)[None, :]
     is_node = (row >= 1) & (row <= tl.load(num_nodes))
@@ -236,8 +280,11 @@ def mask_kernel(
     record = tl.load(row_records + row, mask=is_node, other=-1)
     parent = tl.where(is_node, 0, -1)
     for step in range(num_depths):
+        is_below = (record >= 0) | (step == 0)  # else the root was the last one
         record = tl.load(record_parents + record, mask=record >= 0, other=-1)
         ancestor = tl.load(record_rows + record, mask=record >= 0, other=0)
+        if PATH > 0:
+            tl.store(ancestors + row * PATH + step, tl.where(is_below, ancestor, -1), mask=row < num_rows)
         bits = bits | tl.where(word == ancestor[:, None] // 64, one << (ancestor[:, None] % 64).to(tl.int64), 0)
         if step == 0:
             parent = tl.where(is_node, ancestor, -1)

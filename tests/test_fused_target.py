@@ -21,7 +21,7 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.drafter_config import DrafterConfig
 from dflash_kit.errors import KitError
 from dflash_kit.target import TapRecorder
-from dflash_kit.tree import ancestor_mask, build_tree, path_log_probs
+from dflash_kit.tree import Tree, ancestor_mask, build_tree, path_log_probs
 from helpers import HAS_TRITON
 
 KERNELS = fused_ops.uses_kernels(torch.zeros(1)) or torch.cuda.is_available()
@@ -160,12 +160,12 @@ class Oracle:
         return logits.to(DEVICE)
 
 
-@pytest.mark.parametrize(("wrong_every", "budget"), [(0, None), (0, 12), (3, None), (4, 12), (1, 12)])
+@pytest.mark.parametrize(("wrong_every", "budget"), [(0, None), (0, 12), (3, None), (4, 12), (1, 12), (4, 150)])
 def test_accepted_rows_are_committed(wrong_every: int, budget: int | None) -> None:
     """Long accepted paths exercise the gather of cache rows, which a random drafter never does."""
     model, tokens = tiny_model(), prompt(17)
     expected = greedy_reference(model, tokens, 45)
-    target = FusedTarget(model, TAPS, max_context_tokens=128, max_rows=32)
+    target = FusedTarget(model, TAPS, max_context_tokens=128, max_rows=160)
     drafter = FusedDrafter(tiny_drafter(), target)
     rounds, oracle = FusedRound(target, drafter, budget), Oracle(expected, wrong_every)
     said, lengths = [rounds.start(tokens)], []
@@ -181,7 +181,10 @@ def test_accepted_rows_are_committed(wrong_every: int, budget: int | None) -> No
         lengths.append(count)
         assert int(target.length) == tokens.numel() + len(said) - 1
     assert said[:40] == expected[:40]
-    assert max(lengths) == {0: 5, 1: 0, 3: 2, 4: 3}[wrong_every]
+    exact = {0: 5, 1: 0, 3: 2, 4: 3}[wrong_every]
+    assert max(lengths) == exact or (
+        budget == 150 and max(lengths) > exact
+    )  # so many nodes hold what the oracle gets wrong
 
 
 def test_draft_equals_the_drafter_module() -> None:
@@ -235,6 +238,79 @@ def test_device_tree_equals_the_heap() -> None:
                     assert ours[rows].tolist() == exact.tolist()
                 mask = fused_ops.unpack_mask(best.mask.cpu())[: size + 1, : size + 1]
                 assert torch.equal(mask, ancestor_mask(smaller.parents))
+
+
+def preorder(tree: Tree) -> list[int]:
+    """Nodes of a tree, from 1, every subtree in a run, siblings by their likelihood."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents.tolist(), start=1):
+        children.setdefault(parent, []).append(node)
+    order, waiting = [], children[0][::-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += children.get(order[-1], [])[::-1]
+    return order
+
+
+@needs_kernels
+def test_a_tree_in_preorder_is_the_same_tree() -> None:
+    generator = torch.Generator().manual_seed(14)
+    sizes = [(5, 40, 30, 3.0), (15, 12, 20, 9.0), (1, 30, 8, 3.0)] + (
+        [(15, 3000, 256, 3.0), (15, 3000, 1024, 9.0)] if DEVICE == "cuda" else []
+    )
+    for depths, vocab, budget, scale in sizes:
+        logits = torch.randn(depths, vocab, generator=generator) * scale
+        buffers = TreeBuffers.allocate(padded_rows(budget + 1), DEVICE)
+        buffers.number_in_preorder()
+        builder = TreeBuilder(depths, vocab, budget, buffers, is_scored=True)
+        builder.build(logits.to(DEVICE))
+        tree = build_tree(logits, budget)
+        order, count = preorder(tree), len(tree)
+        assert int(buffers.num_nodes) == count
+        index = torch.tensor(order) - 1
+        assert buffers.tokens[1 : count + 1].tolist() == tree.tokens[index].tolist()
+        assert buffers.depths[1 : count + 1].tolist() == tree.depths[index].tolist()
+        row_of = {0: 0} | {node: row for row, node in enumerate(order, start=1)}
+        parents = torch.tensor([row_of[int(tree.parents[node - 1])] for node in order])
+        assert buffers.parents[1 : count + 1].tolist() == parents.tolist()
+        seen = ancestor_mask(parents)
+        assert torch.equal(fused_ops.unpack_mask(buffers.mask.cpu())[: count + 1, : count + 1], seen)
+        log_probs = builder.path_log_probs[1 : count + 1].cpu()
+        assert torch.allclose(log_probs, path_log_probs(tree, logits)[index], rtol=0, atol=1e-5)
+        assert buffers.ancestors is not None
+        for row, told in enumerate(buffers.ancestors.tolist()[1:], start=1):
+            above = seen[row, :row].nonzero().flatten().tolist() if row <= count else [0]  # padding sees the root
+            assert sorted(set(told) - {-1}) == above
+            assert len(set(told) - {-1}) == sum(entry >= 0 for entry in told)  # none counts twice
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 22])
+def test_attention_of_a_tree_in_preorder(window: int | None) -> None:
+    """Far ancestors are gathered: tiles of nodes between are skipped, and what little is seen of them counts once."""
+    generator = torch.Generator().manual_seed(5)
+    held, budget, heads = 20, 100, 3
+    tree = TreeBuffers.allocate(padded_rows(budget + 1), DEVICE)
+    tree.number_in_preorder()
+    rows = tree.num_rows
+    logits = torch.randn(9, 40, generator=generator)
+    logits[:, :3] += 6  # deep
+    TreeBuilder(9, 40, budget, tree).build(logits.to(DEVICE))
+    queries, cache = torch.randn(rows, heads, 32, generator=generator), torch.randn(2, 1, 128, 32, generator=generator)
+    mask, depths = tree.mask.cpu(), tree.depths.cpu()
+    exact = fused_ops._tree_attention_reference(
+        queries.double(), cache.double(), mask, depths, held, torch.zeros(rows, 96).double(), 32**-0.5, window
+    )
+    far = fused_ops.unpack_mask(mask)[64:, :64].sum(1)
+    assert far.max() > 3  # else nothing is tested
+    length = torch.tensor([held], dtype=torch.int32, device=DEVICE)
+    for config in ((16, 64, 3, 4, 1), (32, 64, 1, 4, 2), (32, 128, 2, 4, 2)):
+        out = torch.full((rows, 96), float("nan"), device=DEVICE)
+        fused_ops.tree_attention(
+            queries.to(DEVICE), cache.to(DEVICE), tree.mask, tree.depths, length, out, scale=32**-0.5, window=window,
+            ancestors=tree.ancestors, config=config,
+        )  # fmt: skip
+        assert error(out.cpu(), exact) < 1e-5
 
 
 @needs_kernels
@@ -338,9 +414,9 @@ def test_kernels_in_the_interpreter_and_compiled(tmp_path: Path) -> None:
     """Run this file's tiny tests with every operation as an interpreted kernel, in a process of its own; compile what ran there."""
     from kernel_compiling import interpret_and_compile
 
-    chosen = "(attention_kernel and float32) or row_kernels or device_tree or best_tokens or walk"
+    chosen = "(attention_kernel and float32) or row_kernels or device_tree or preorder or best_tokens or walk"
     _, kernels = interpret_and_compile(Path(__file__), chosen, tmp_path)
-    assert {"tree_attention_kernel", "merge_kernel"} <= kernels, kernels
+    assert {"tree_attention_kernel", "merge_kernel", "preorder_kernel"} <= kernels, kernels
 
 
 @pytest.mark.gpu
