@@ -1,4 +1,4 @@
-"""Time the portable engine at several batch sizes: tokens per second, milliseconds per round by stage, speed-ups.
+"""Time our engines at several batch sizes: tokens per second, milliseconds per round by stage, speed-ups.
 
     python benchmarks/decode_batch.py --shapes qwen3-8b --batch_sizes 1,8,32                      # random weights
     python benchmarks/decode_batch.py --ckpt DRAFTER --target FOLDER --batch_sizes 1,8 --prompts 8 # GSM8K prompts
@@ -6,9 +6,9 @@
 With random weights almost nothing is accepted; prompts are of random tokens, half to the whole of ``--context`` long, and
 ``--prompts`` is a multiple of the largest batch, so that its slots stay full. Every batch size decodes the same prompts, turn
 about with the others in each repetition; figures are medians over repetitions, with the lowest and highest. Batch size 1 is
-the engine for one prompt. Prefill is left out. On a CPU the clock counts processor time, which other work on the machine
+the engine for one prompt. Prefill is left out. The fused engine's rounds are one stage, with the host's work in it. On a CPU the clock counts processor time, which other work on the machine
 disturbs least. ``speedup`` is over autoregressive decoding at the same batch size, ``over_batch_1`` the same method's
-throughput over that of one prompt at a time. The last line of the output is one JSON object.
+throughput over that of one prompt at a time, both by the same engine. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.decode_round import SHAPES, random_drafter, random_model
-from decode.batch_engine import BatchEngine, Request
+from decode.batch_engine import BatchEngine
+from decode.batch_response import Request
 from decode.conversation import Conversation
 from decode.engine import Engine, Generation, Method
+from decode.fused_batch import FusedBatchEngine
+from decode.fused_engine import FusedEngine
 from decode.target_runner import TargetRunner
 from dflash_kit.acceptance import AR, CHAIN, DDTREE, Acceptance, summarise
 from dflash_kit.benchmark_prompts import load_benchmark
@@ -40,7 +43,10 @@ from dflash_kit.drafter import Drafter
 from dflash_kit.target import TargetSpec, load_target, load_tokenizer
 from dflash_kit.target_ends import TargetEnds
 
-Found = dict[tuple[int, Method], list[Acceptance]]
+AnyEngine = Engine | BatchEngine | FusedEngine | FusedBatchEngine
+Key = tuple[str, int, Method]
+"""Engine, batch size, method."""
+Found = dict[Key, list[Acceptance]]
 
 
 def main() -> None:
@@ -80,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="qwen3-8b,smollm2-135m", help=f"comma-separated: {', '.join(SHAPES)}")
     parser.add_argument("--ckpt", help="drafter checkpoint: real weights and prompts instead of shapes")
     parser.add_argument("--target", help="target folder; default: the checkpoint's own")
+    parser.add_argument("--engines", default="portable", help="comma-separated: portable, fused")
     parser.add_argument("--batch_sizes", default="1,8,32")
     parser.add_argument("--methods", default="ar,chain,ddtree")
     parser.add_argument("--budgets", default="64", help="DDTree budgets")
@@ -102,51 +109,52 @@ def measure(case: str, args: argparse.Namespace, device: str, dtype: torch.dtype
     budgets = {AR: [0], CHAIN: [drafter.config.num_draft_tokens], DDTREE: map(int, args.budgets.split(","))}
     methods = [Method(name, budget) for name in args.methods.split(",") for budget in budgets[name]]
     runner, ends = TargetRunner(model, drafter.config.target_layer_ids), TargetEnds.from_model(model)
-    context = model.config.get_text_config().max_position_embeddings
-    common: dict[str, Any] = {"eos_token_ids": eos, "max_context": context}
-    engines: dict[int, Engine | BatchEngine] = {
-        size: Engine(runner, drafter, ends, **common)
-        if size == 1
-        else BatchEngine(runner, drafter, ends, batch_size=size, **common)
-        for size in sizes
-    }
+    max_budget = max(method.budget for method in methods)
+    common: dict[str, Any] = {"eos_token_ids": eos, "max_context": max(map(len, prompts)) + args.max_new_tokens + 1}
+    engines: dict[tuple[str, int], AnyEngine] = {}
+    for name in args.engines.split(","):
+        for size in sizes:
+            batch: dict[str, Any] = {} if size == 1 else {"batch_size": size}
+            if name == "fused":
+                fused: type[Any] = FusedEngine if size == 1 else FusedBatchEngine
+                engines[name, size] = fused(model, drafter, **common, **batch, max_budget=max_budget)
+            else:
+                portable: type[Any] = Engine if size == 1 else BatchEngine
+                engines[name, size] = portable(runner, drafter, ends, **common, **batch)
     found: Found = {}
-    tokens: dict[tuple[int, Method], list[list[int]]] = {}
-    for size in sizes:  # the first passes of a process are slower
+    tokens: dict[Key, list[list[int]]] = {}
+    for (_, size), engine in engines.items():  # the first passes of a process are slower
         for method in methods:
-            decode(engines[size], prompts[:size], 3, method)
+            decode(engine, prompts[:size], 3, method)
     for _ in range(args.repetitions):
         for method in methods:
             num_draft_tokens = 0 if method.name == AR else drafter.config.num_draft_tokens
-            for size in sizes:
-                said = decode(engines[size], prompts, args.max_new_tokens, method)
-                found.setdefault((size, method), []).append(summarise([g.log for g in said], num_draft_tokens))
-                tokens[size, method] = [g.token_ids for g in said]
+            for (name, size), engine in engines.items():
+                said = decode(engine, prompts, args.max_new_tokens, method)
+                found.setdefault((name, size, method), []).append(summarise([g.log for g in said], num_draft_tokens))
+                tokens[name, size, method] = [g.token_ids for g in said]
     return [entry(case, key, found, tokens) for key in found]
 
 
-def decode(
-    engine: Engine | BatchEngine, prompts: list[list[int]], max_new_tokens: int, method: Method
-) -> list[Generation]:
+def decode(engine: AnyEngine, prompts: list[list[int]], max_new_tokens: int, method: Method) -> list[Generation]:
     """Responses in the order of the prompts."""
-    if isinstance(engine, Engine):
+    if isinstance(engine, Engine | FusedEngine):
         return [engine.decode(engine.prefill(prompt, max_new_tokens, method.budget), method) for prompt in prompts]
     waiting = deque(Request(prompt_ids=p, max_new_tokens=max_new_tokens, tag=i) for i, p in enumerate(prompts))
     done = {request.tag: generation for request, generation in engine.decode(waiting, method)}
     return [done[i] for i in range(len(prompts))]
 
 
-def entry(
-    case: str, key: tuple[int, Method], found: Found, tokens: dict[tuple[int, Method], list[list[int]]]
-) -> dict[str, Any]:
+def entry(case: str, key: Key, found: Found, tokens: dict[Key, list[list[int]]]) -> dict[str, Any]:
     """Figures of one method at one batch size."""
-    size, method = key
+    engine, size, method = key
     first = found[key][0]
-    baseline = next((found[k] for k in found if k == (size, Method(AR, 0))), [])
-    alone = found.get((1, method), [])
-    unlike = sum(a != b for a, b in zip(tokens[key], tokens.get((1, method), []), strict=False))
+    baseline = found.get((engine, size, Method(AR, 0)), [])
+    alone = found.get((engine, 1, method), [])
+    unlike = sum(a != b for a, b in zip(tokens[key], tokens.get((engine, 1, method), []), strict=False))
     values = {
         "case": case,
+        "engine": engine,
         "batch_size": size,
         "method": method.name,
         "budget": method.budget,

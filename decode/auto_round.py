@@ -117,7 +117,7 @@ class AutoRound:
         self._build(self._builders[-1])
 
     def _build(self, builder: TreeBuilder) -> None:
-        builder.build(self.drafter.logits[1:])
+        builder.build(self.drafter.draft_logits)
         count = self.tree.num_nodes
         is_node = (self._rows >= 1) & (self._rows <= count)
         gains = torch.where(is_node, builder.path_log_probs.exp(), 0.0)

@@ -3,87 +3,25 @@
 Each response gets the tokens and rounds that it would get alone, up to the rounding of sums of other shapes: its tree, its
 walk and its random stream are its own. A response that ends makes room for the next that waits; when none waits, the
 batch shrinks. Prompts are prefilled one at a time, by the engine for one prompt.
-
-Time. A round belongs to all responses in it: each is charged its equal share of the seconds, by stage and in total, and its
-share of the round itself (``RoundLog.batch_rounds``). So the sums over responses are seconds and rounds of the batch.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_kit.acceptance import RoundLog
 from dflash_kit.drafter import Drafter
 from dflash_kit.target_ends import TargetEnds
 
 from .batch_drafter import BatchDrafter
+from .batch_response import BatchResponse, Request
 from .batch_target import BatchTarget
 from .engine import STAGES, Engine, Generation, Method, StageClock
 from .forest import build_trees
 from .sampling import GREEDY, Sampling, choose_tokens
 from .target_runner import TargetRunner
-from .walk import Walk, walk
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A response that is asked for."""
-
-    prompt_ids: list[int]
-    """The whole prompt, template included."""
-    max_new_tokens: int
-    """Tokens to decode at most; cut to what the context has left."""
-    generator: torch.Generator | None = None
-    """Source of this response's samples, on the target's device."""
-    prompt_id: str = ""
-    """Kept in the log."""
-    name: str = ""
-    """For messages."""
-    tag: Any = None
-    """Whatever the caller wants to find again."""
-
-
-@dataclass(slots=True)
-class _Response:
-    """A response in the making."""
-
-    request: Request
-    max_new_tokens: int
-    tokens: list[int]
-    num_accepted: list[int] = field(default_factory=list)
-    cut: str | None = None
-    stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    decode_s: float = 0.0
-    batch_rounds: float = 0.0
-
-    def has_ended(self, eos_token_ids: Collection[int]) -> bool:
-        return self.tokens[-1] in eos_token_ids or len(self.tokens) >= self.max_new_tokens
-
-    def add(self, done: Walk, clock: StageClock, round_s: float, num_sharing: int) -> None:
-        """Take in a round that so many responses shared."""
-        self.tokens += done.tokens
-        self.num_accepted.append(done.num_accepted)
-        self.cut = done.cut
-        for stage, seconds in clock.seconds.items():
-            self.stage_s[stage] += seconds / num_sharing
-        self.decode_s += round_s / num_sharing
-        self.batch_rounds += 1 / num_sharing
-
-    def generation(self) -> Generation:
-        log = RoundLog(
-            prompt_id=self.request.prompt_id,
-            num_accepted=tuple(self.num_accepted),
-            cut=self.cut,
-            stage_s=self.stage_s,
-            decode_s=self.decode_s,
-            batch_rounds=self.batch_rounds,
-        )
-        assert log.new_tokens == len(self.tokens), "rounds and tokens disagree: a bug of the engine"
-        return Generation(self.tokens, log)
+from .walk import walk
 
 
 class BatchEngine:
@@ -131,13 +69,13 @@ class BatchEngine:
             KitError: as ``Engine.prefill`` does.
         """
         self._clear()
-        active: list[_Response] = []
+        active: list[BatchResponse] = []
         while waiting or active:
             while waiting and len(active) < self.batch_size:
                 response = self._admit(waiting.popleft(), method, sampling)
                 if response.has_ended(self.eos_token_ids):
                     self._release(len(active), method)
-                    yield response.request, response.generation()
+                    yield response.request, response.generation(STAGES)
                 else:
                     active.append(response)
             if not active:
@@ -149,9 +87,9 @@ class BatchEngine:
                     if last is not response:
                         active[slot] = last
                     self._release(slot, method)
-                    yield response.request, response.generation()
+                    yield response.request, response.generation(STAGES)
 
-    def _admit(self, request: Request, method: Method, sampling: Sampling) -> _Response:
+    def _admit(self, request: Request, method: Method, sampling: Sampling) -> BatchResponse:
         """Prefill a prompt into the next slot and choose the first token."""
         num_tokens = len(request.prompt_ids)
         prefix = self.single.prefill(request.prompt_ids, 1, 0, request.name)
@@ -161,7 +99,7 @@ class BatchEngine:
         if method.budget:
             assert self._drafter is not None and self.single.draft_cache is not None
             self._drafter.admit(self.single.draft_cache, capacity)
-        return _Response(request, limit, choose_tokens(prefix.logits[None], sampling, request.generator))
+        return BatchResponse(request, limit, choose_tokens(prefix.logits[None], sampling, request.generator))
 
     def _clear(self) -> None:
         """Free what a run that was broken off has left."""
@@ -176,7 +114,7 @@ class BatchEngine:
             self._drafter.release(slot)
 
     @torch.no_grad()
-    def _round(self, active: list[_Response], method: Method, sampling: Sampling) -> None:
+    def _round(self, active: list[BatchResponse], method: Method, sampling: Sampling) -> None:
         now_s = self.single.now_s
         clock, start_s = StageClock(now_s), now_s()
         anchors = [response.tokens[-1] for response in active]
@@ -200,7 +138,8 @@ class BatchEngine:
                 self._drafter.extend(taps, [len(done.rows) for done in walks])
         round_s = now_s() - start_s
         for response, done in zip(active, walks, strict=True):
-            response.add(done, clock, round_s, len(active))
+            response.add(done.tokens, done.num_accepted, done.cut)
+            response.charge(round_s, clock.seconds, len(active))
 
     def _draft(self, anchors: list[int]) -> Tensor:
         """Draft logits (A, M, V) behind the committed tokens of each response."""
@@ -209,7 +148,9 @@ class BatchEngine:
         return self._drafter.draft(anchors)
 
     @staticmethod
-    def _choose(logits: Tensor, num_rows: list[int], active: list[_Response], sampling: Sampling) -> list[list[int]]:
+    def _choose(
+        logits: Tensor, num_rows: list[int], active: list[BatchResponse], sampling: Sampling
+    ) -> list[list[int]]:
         """The target's token behind every row of each tree, drawn from the response's own stream."""
         if sampling.is_greedy:
             return [row[:count] for row, count in zip(logits.argmax(dim=-1).tolist(), num_rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Live evaluation of several prompts at a time. What is decoded is the same as one by one; see ``batch_engine`` for time.
+"""Live evaluation of several prompts at a time. What is decoded is the same as one by one; see ``batch_response`` for time.
 
 Speeds of two methods compare only if their rounds hold one method each. So prompts go in waves: a wave is decoded by one
 method after another, each time with conversations taking free slots as others end, second turns first. A prompt's
@@ -16,10 +16,12 @@ from dflash_kit.acceptance import AR, CHAIN, DDTREE
 from dflash_kit.benchmark_prompts import BenchmarkPrompt
 from dflash_kit.errors import KitError
 
-from .batch_engine import BatchEngine, Request
+from .batch_engine import BatchEngine
 from .batch_memory import WHAT_HELPS, is_out_of_memory
+from .batch_response import Request
 from .conversation import Conversation
 from .engine import Method
+from .fused_batch import FusedBatchEngine
 from .live import WARM_UP_TOKENS, LiveEvaluation, open_conversation, response_seed
 from .results import PromptResult, Response, ResultStore
 from .settings import EvalConfig
@@ -48,9 +50,9 @@ class _Turn:
 
 
 class BatchEvaluation(LiveEvaluation):
-    """``LiveEvaluation`` over a ``BatchEngine``; the other arguments are the same."""
+    """``LiveEvaluation`` over an engine for several prompts; the other arguments are the same."""
 
-    def __init__(self, engine: BatchEngine, *args: Any, **named: Any) -> None:
+    def __init__(self, engine: BatchEngine | FusedBatchEngine, *args: Any, **named: Any) -> None:
         super().__init__(engine.single, *args, **named)
         self.batch_engine = engine
 

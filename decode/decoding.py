@@ -14,6 +14,7 @@ from .batch_engine import BatchEngine
 from .batch_live import BatchEvaluation, batch_sizes
 from .batch_memory import describe_batch, require_batch_fits
 from .engines import open_engine
+from .fused_batch import FusedBatchEngine
 from .illustrate import draw_live
 from .inputs import Inputs
 from .live import LiveEvaluation, require_prompts_fit
@@ -53,10 +54,12 @@ def decode_live(
         decode_elsewhere(config, inputs, store, methods, dtype, benchmarks, tokenizer)
     elif done < num_prompts:
         engine = open_engine(config, inputs, methods, device, dtype, num_prompts - done)
-        if not isinstance(engine, BatchEngine):
-            engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
-        else:
+        if isinstance(engine, FusedBatchEngine):
+            engine.require_room(sizes["longest_prompt"], sizes["max_new_tokens"], inputs.spec.max_position_embeddings)
+        elif isinstance(engine, BatchEngine):
             require_batch_fits(engine.target.model, inputs.drafter_config, **sizes)
+        else:
+            engine.auto_budget.on_calibration = functools.partial(keep_costs, config.out_folder)
         with EvaluationProgress(num_prompts, done) as progress:
             hooks: dict[str, Any] = {
                 "on_response": lambda method, generation: progress.add_response(method, generation.log),
@@ -65,7 +68,7 @@ def decode_live(
             settings = tokenizer, config, methods, getattr(torch, dtype)
             evaluation = (
                 BatchEvaluation(engine, *settings, **hooks)
-                if isinstance(engine, BatchEngine)
+                if isinstance(engine, BatchEngine | FusedBatchEngine)
                 else LiveEvaluation(engine, *settings, **hooks)
             )
             open_report(config, store)

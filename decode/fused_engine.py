@@ -70,7 +70,7 @@ class FusedEngine:
     ) -> None:
         self._model = model
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.max_context = min(max_context, _tokens_that_fit(model, drafter))
+        self.max_context = min(max_context, tokens_that_fit(model, drafter))
         rows = padded_rows(max(max_budget, drafter.config.num_draft_tokens) + 1)
         kind = HybridTarget if is_hybrid(model) else FusedTarget
         self.target = kind(model, drafter.config.target_layer_ids, self.max_context, rows)
@@ -168,7 +168,7 @@ def cut_accepted(accepted: list[int], eos_token_ids: Collection[int], limit: int
     return accepted, None
 
 
-def _tokens_that_fit(model: Any, drafter: Drafter) -> int:
+def tokens_that_fit(model: Any, drafter: Drafter) -> int:
     """Context tokens whose keys and values fit into a share of the GPU's free memory; no limit on a CPU."""
     weight = model.get_input_embeddings().weight
     if not weight.is_cuda:

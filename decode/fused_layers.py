@@ -101,7 +101,7 @@ class Rows:
     depths: Tensor
     """(R,) int32 position of each row behind ``length``."""
     length: Tensor
-    """(1,) int32"""
+    """(N,) int32; rows are those of N prompts, as many of each."""
     tables: tuple[Tensor, Tensor]
     """Cosines and sines (positions, d / 2)."""
     long_context: bool = False
@@ -121,7 +121,7 @@ def run_layers(
 ) -> Tensor:
     """Run ``buffers.residual`` (R, D) through the layers; returns the final-normed states (R, D).
 
-    Keys and values of the rows go to cache slots ``length + row`` of ``caches`` (L, 2, G, C, d). ``taps`` maps layer
+    Keys and values of the rows go to cache slots ``length + row`` of ``caches`` (L, 2, N * G, C, d). ``taps`` maps layer
     ids to (R, D) views that receive the layer's output. ``row_masks`` gives each layer its own mask.
     """
     taps = taps or {}

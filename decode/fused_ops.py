@@ -2,8 +2,9 @@
 
 The reference runs on the CPU and in tests. ``TRITON_INTERPRET=1`` sends CPU tensors through the kernels, too.
 
-Shape legend: R rows (tree nodes, padded), D hidden size, H query heads, G key-value heads, d head dimension,
-F feed-forward width, C cache slots, L layers. A cache is (2, G, C, d): keys, then values.
+Shape legend: N prompts (decoded at a time), R rows (tree nodes, padded) of all prompts, one prompt's behind another's, R / N each,
+D hidden size, H query heads, G key-value heads, d head dimension, F feed-forward width, C cache slots, L layers.
+A cache is (2, N * G, C, d): keys, then values; a prompt's heads lie together.
 """
 
 from dataclasses import dataclass
@@ -77,22 +78,26 @@ def rope_write(
     heads: Heads,
     eps: float,
 ) -> None:
-    """Norm and rotate queries and keys, write keys and values to cache slots ``length + row``.
+    """Norm and rotate queries and keys, write keys and values to cache slots ``length + row``, rows counted from their prompt's first.
 
     Args:
         qkv: (R, L * (H + 2 G) * d), rows of the fused projection; L is 1 wherever there are queries.
         queries: (R, H, d) output; None for keys and values only.
-        caches: (L, 2, G, C, d).
+        caches: (L, 2, N * G, C, d).
         norms: weights of query norm (d,) and key norms (L, d); None for families without them.
         tables: cosines and sines (positions, d / 2).
         depths: (R,) int32 position of each row behind ``length``.
-        length: (1,) int32 committed tokens.
+        length: (N,) int32 committed tokens.
     """
     rows, num_layers = qkv.shape[0], caches.shape[0]
     num_heads = heads.num_queries + 2 * heads.num_kv
     if not uses_kernels(qkv):
-        _rope_write_reference(qkv.view(rows, num_layers, num_heads, heads.dim), queries, caches, norms, tables, depths,
-                              int(length), heads, eps)  # fmt: skip
+        for i, held in enumerate(length.tolist()):
+            mine, its_heads = _of_prompt(i, rows // length.numel()), _of_prompt(i, heads.num_kv)
+            _rope_write_reference(
+                qkv[mine].view(-1, num_layers, num_heads, heads.dim), None if queries is None else queries[mine],
+                caches[:, :, its_heads], norms, tables, depths[mine], held, heads, eps,
+            )  # fmt: skip
         return
     from .kernels import rope_write_kernel
 
@@ -101,9 +106,14 @@ def rope_write(
     rope_write_kernel[(rows, -(-num_heads // heads_a_program), num_layers)](
         qkv, queries if queries is not None else qkv, caches, q_weight if q_weight is not None else k_weight, k_weight,
         tables[0], tables[1], depths, length, eps, qkv.stride(0), num_heads * heads.dim, caches.stride(0),
-        caches.stride(1), caches.stride(2), NUM_Q=heads.num_queries, NUM_KV=heads.num_kv, HALF=heads.dim // 2,
+        caches.stride(1), caches.stride(2), rows // length.numel(), NUM_Q=heads.num_queries, NUM_KV=heads.num_kv, HALF=heads.dim // 2,
         HEADS=heads_a_program, HAS_NORM=norms is not None, num_warps=2, **launch_options(qkv),
     )  # fmt: skip
+
+
+def _of_prompt(index: int, size: int) -> slice:
+    """Where the ``size`` entries of a prompt lie in a dimension that holds those of all."""
+    return slice(index * size, (index + 1) * size)
 
 
 def _rope_write_reference(qkv, queries, caches, norms, tables, depths, held, heads, eps):  # type: ignore[no-untyped-def]
@@ -158,32 +168,38 @@ def tree_attention(
     ancestors: Tensor | None = None,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
-    """Attention of R rows over ``length`` committed slots and, under ``mask``, over the R rows behind them.
+    """Attention of R rows over ``length`` committed slots of their prompt and, under ``mask``, over its rows behind them.
 
     Args:
         queries: (R, H, d) rotated.
-        cache: (2, G, C, d); the rows' own keys and values are already in slots length … length + R - 1.
-        mask: (R, W) int64 bits, see ``pack_mask``.
+        cache: (2, N * G, C, d); the rows' own keys and values are already in slots length … length + R / N - 1.
+        mask: (R, W) int64 bits, see ``pack_mask``; columns are rows of the same prompt, and so are ancestors.
         depths: (R,) int32, only read with a window: visible iff query position - key position < window.
-        length: (1,) int32.
+        length: (N,) int32.
         out: (R, H * d).
         triangular: no row looks at a row of a greater number (trees and chains; not bidirectional blocks).
         long_context: whether the prefix is worth more splits.
         ancestors: (R, P) int32 of rows in preorder, see `TreeBuffers`: far keys are gathered instead of looked for. Needs ``triangular``.
         config: tile rows, tile keys, splits, warps, stages; None chooses.
     """
-    rows, num_heads, dim = queries.shape
-    group = num_heads // cache.shape[1]
+    total_rows, num_heads, dim = queries.shape
+    rows, num_kv = total_rows // length.numel(), cache.shape[1] // length.numel()
+    group = num_heads // num_kv
     if not uses_kernels(queries):
-        return _tree_attention_reference(queries, cache, mask, depths, int(length), out, scale, window)
+        for i, held in enumerate(length.tolist()):
+            mine, its_cache = _of_prompt(i, rows), cache[:, _of_prompt(i, num_kv)]
+            _tree_attention_reference(
+                queries[mine], its_cache, mask[mine], depths[mine], held, out[mine], scale, window
+            )
+        return out
     from .tree_attention import merge_kernel, tree_attention_kernel
 
     assert ancestors is None or triangular, "rows in preorder see no row of a greater number"
     block_m, block_n, splits, warps, stages = config or attention_shape(rows * group, cache.shape[1], long_context, dim)
     partial, sums = queries, queries
     if splits > 1:
-        partial = queries.new_empty(splits * rows * num_heads * dim, dtype=torch.float32)
-        sums = queries.new_empty(splits * rows * num_heads, dtype=torch.float32)
+        partial = queries.new_empty(splits * total_rows * num_heads * dim, dtype=torch.float32)
+        sums = queries.new_empty(splits * total_rows * num_heads, dtype=torch.float32)
     tree_attention_kernel[(-(-rows * group // block_m), cache.shape[1], splits)](
         queries, cache, mask, depths, depths if ancestors is None else ancestors, length, out, partial, sums, rows,
         mask.stride(0), cache.stride(0), cache.stride(1),
@@ -193,7 +209,7 @@ def tree_attention(
         **launch_options(out),
     )  # fmt: skip
     if splits > 1:
-        total = rows * num_heads
+        total = total_rows * num_heads
         heads_a_program = 1 if total <= 2048 else 4
         merge_kernel[(-(-total // heads_a_program),)](
             partial, sums, out, total, DIM=dim, SPLITS=splits, HEADS=heads_a_program, num_warps=heads_a_program,
@@ -207,7 +223,7 @@ def attention_shape(
 ) -> tuple[int, int, int, int, int]:
     """Tile rows, tile keys, splits, warps, stages: programs fill the GPU once, twice where the prefix is long.
 
-    Heads of 256 dimensions take two stages, since three tiles of them hardly fit in shared memory.
+    ``packed_rows`` are rows of one prompt times the query heads of a group, ``num_kv`` the key-value heads of all prompts. Heads of 256 dimensions take two stages, since three tiles of them hardly fit in shared memory.
     """
     if INTERPRETED:
         return 16, 64, 3, 4, 1
@@ -250,18 +266,21 @@ def commit_rows(caches: Tensor, path: Tensor, num_accepted: Tensor, length: Tens
     """Move accepted rows of all layers to the front: slots ``length + path[j]`` to ``length + j`` for j <= accepted.
 
     Args:
-        caches: (L, 2, G, C, d).
-        path: (P,) int32 ascending rows, the root's (0) first; entries behind ``num_accepted`` are ignored.
-        num_accepted: (1,) int32.
-        length: (1,) int32; not advanced here.
+        caches: (L, 2, N * G, C, d).
+        path: (N * P,) int32: each prompt's ascending rows, the root's (0) first; entries behind ``num_accepted`` are ignored.
+        num_accepted: (N,) int32.
+        length: (N,) int32; not advanced here.
     """
+    layers, two, num_heads, _, dim = caches.shape
+    num_kv, num_slots = num_heads // length.numel(), path.numel() // length.numel()
     if not uses_kernels(caches):
-        held, count = int(length), int(num_accepted) + 1
-        caches[:, :, :, held : held + count] = caches[:, :, :, held + path[:count].long()]
+        for i, (held, accepted) in enumerate(zip(length.tolist(), num_accepted.tolist(), strict=True)):
+            its_cache, rows = caches[:, :, _of_prompt(i, num_kv)], path[_of_prompt(i, num_slots)][: accepted + 1].long()
+            its_cache[:, :, :, held : held + accepted + 1] = its_cache[:, :, :, held + rows]
         return
     from .kernels import commit_kernel
 
-    layers, two, groups, _, dim = caches.shape
-    commit_kernel[(layers * two * groups,)](
-        caches, path, num_accepted, length, caches.stride(2), DIM=dim, SLOTS=path.numel(), num_warps=4
-    )
+    commit_kernel[(num_heads, two, layers)](
+        caches, path, num_accepted, length, caches.stride(0), caches.stride(1), caches.stride(2), NUM_KV=num_kv, DIM=dim,
+        SLOTS=num_slots, num_warps=4,
+    )  # fmt: skip

@@ -3,7 +3,9 @@
 A round leaves the state as the next one needs it: target and drafter caches hold every token before the anchor, the
 anchor's token stands in the drafter's slots and in the tree's root row, ``length`` is the anchor's position.
 
-Shape legend: B block size, R rows, P walk length, V vocabulary.
+A round may be one of several prompts, each with its own anchor, tree and length; `fused_batch` has them.
+
+Shape legend: N prompts, B block size, R rows of a prompt, P walk length, V vocabulary.
 """
 
 from collections import deque
@@ -26,8 +28,21 @@ from .sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class Lanes:
+    """Where the rounds of several prompts stand, whatever their number and method.
+
+    Attributes:
+        anchors: (N,) int64, written and read by every round.
+        active: (N,) int32; where it is 0 a round is for nothing, and ``length`` stays.
+    """
+
+    anchors: Tensor
+    active: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
-    """What somebody else drafts for a round.
+    """What somebody else drafts for a round of one prompt.
 
     Attributes:
         tree: in buffers of at least as many rows as the round's.
@@ -45,6 +60,7 @@ class FusedRound:
         budget: nodes of a tree; 0 decodes token by token; None drafts the chain.
         sampling: how the target's token behind a row is chosen; drawn by the device's default generator above temperature 0.
         drafted: the round takes the best ``budget`` nodes of this tree, and drafts none itself.
+        lanes: of the prompts of ``target``, where there may be several.
         pool: memory that its graphs share with those of others, of `cuda_graphs.shared_pool`.
     """
 
@@ -55,8 +71,10 @@ class FusedRound:
         budget: int | None,
         sampling: Sampling = GREEDY,
         drafted: Drafted | None = None,
+        lanes: Lanes | None = None,
         pool: Any = None,
     ) -> None:
+        assert lanes is not None or target.num_prompts == 1, "several prompts need lanes"
         if budget != 0 and drafter is None:
             raise KitError(f"a round with budget {budget} needs a drafter; only budget 0 decodes without one")
         self.target, self.drafter, self.budget, self.drafted = target, drafter, budget, drafted
@@ -65,8 +83,12 @@ class FusedRound:
         self.step = target.new_pass(padded_rows(nodes + 1))
         self.tree = self.step.tree
         self.sampler = None if sampling.is_greedy else RowSampler(sampling, self.step.logits)
-        self.walked = WalkBuffers.allocate(self.depth, target.device)
+        self.walked = WalkBuffers.allocate(self.depth, target.device, target.num_prompts)
         self.anchor = drafted.anchor if drafted else torch.zeros(1, dtype=torch.long, device=target.device)
+        self._active: Tensor | None = None
+        if lanes is not None:
+            self.anchor, self._active = lanes.anchors, lanes.active
+        self._first_rows = self.tree.num_rows * torch.arange(target.num_prompts, device=target.device)[:, None]
         self.builder: TreeBuilder | None = None
         if self.depth and drafted is None:
             if target.gains_by_preorder and self.tree.num_rows > PREORDER_ROWS and budget is not None:
@@ -120,7 +142,7 @@ class FusedRound:
         while len(self._unread) < 1 + ahead:
             self.launch()
             self._unread.append(Telling(self.walked.told))
-        said = self._unread.popleft().read()
+        said = self._unread.popleft().read()[0]
         self.held += said[0] + 1
         return said[1 : said[0] + 2]
 
@@ -157,7 +179,7 @@ class FusedRound:
 
     def _build(self) -> None:
         assert self.drafter is not None and self.builder is not None
-        logits = self.drafter.logits[1:]
+        logits = self.drafter.draft_logits
         if self.budget is None:
             self.builder.build_chain(logits)
         else:
@@ -168,7 +190,7 @@ class FusedRound:
         self.tree.take_best(self.drafted.tree, self.budget)
 
     def _verify(self) -> None:
-        self.tree.tokens[:1].copy_(self.anchor)
+        self.tree.node_tokens[:, 0].copy_(self.anchor)
         self.target.run(self.step)
         if self.sampler is not None:
             self.sampler.draw(self.step.logits, self.step.choices)
@@ -178,12 +200,18 @@ class FusedRound:
         self.target.keep(self.step, self.walked.path, self.walked.num_accepted)
         if self.drafter is not None:
             count = self.drafter.config.block_size if self.depth else 1
-            self.drafter.extend(self.step.taps.index_select(0, self.walked.path[:count].long()))
-        self.target.length += self.walked.num_accepted + 1
+            self.drafter.extend(self.step.taps.index_select(0, self._path_rows(count)))
+        moved = self.walked.num_accepted + 1
+        self.target.length += moved if self._active is None else moved * self._active
+
+    def _path_rows(self, count: int) -> Tensor:
+        """(N * count,) int64 rows of the pass: the first ``count`` of each prompt's path."""
+        path = self.walked.path.view(self.target.num_prompts, -1)[:, :count].long()
+        return path[0] if len(path) == 1 else (path + self._first_rows).flatten()
 
 
 class Telling:
-    """A copy of a small tensor on its way to the host: it is that of now, whatever overwrites the tensor later."""
+    """A copy of a small matrix on its way to the host: it is that of now, whatever overwrites the tensor later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
@@ -195,11 +223,11 @@ class Telling:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def read(self) -> list[int]:
+    def read(self) -> list[list[int]]:
         """The numbers, once they have come."""
         if self._event is not None:
             self._event.synchronize()
-        told: list[int] = self._copy.tolist()
+        told: list[list[int]] = self._copy.tolist()
         return told
 
 
@@ -208,7 +236,7 @@ class RoundGraphs:
 
     Args:
         work: repeatable but for ``target.carried()`` and ``anchor``.
-        anchor: (1,) int64.
+        anchor: (N,) int64.
         by_context: whether it differs between short and long contexts.
         pool: see ``FusedRound``.
     """

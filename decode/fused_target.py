@@ -3,10 +3,12 @@
 Llama-like decoders only (`FAMILIES`); for anything else the constructor refuses and the portable engine runs.
 The key-value cache is static. One forward pass takes R rows that stand behind ``length`` committed tokens: a chain, a
 draft tree, or a piece of the prompt. R comes from a few buckets, so that every pass can be a CUDA graph.
+Of several prompts each has R rows in a pass, its heads of the cache and its length.
 
-Shape legend: T prompt tokens, R rows, D hidden size, K taps, V vocabulary, L layers, C cache slots.
+Shape legend: N prompts, T prompt tokens, R rows of a prompt, D hidden size, K taps, V vocabulary, L layers, C cache slots.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,9 +52,9 @@ class Pass:
 
     Attributes:
         tree: tokens, depths, parents and mask of the rows.
-        taps: (R, K * D)
-        logits: (R, V), the target's logits behind each row.
-        choices: (R,) int64, their argmax.
+        taps: (N * R, K * D)
+        logits: (N * R, V), the target's logits behind each row.
+        choices: (N * R,) int64, their argmax.
     """
 
     tree: TreeBuffers
@@ -64,13 +66,14 @@ class Pass:
 
 
 class FusedTarget:
-    """See the module. ``length`` (1,) int32 lives on the device and counts committed tokens.
+    """See the module. ``length`` (N,) int32 lives on the device and counts committed tokens.
 
     Args:
         model: loaded causal language model, frozen, on the device and in the dtype it shall run in.
         tap_layer_ids: 0-based layers whose output is kept.
         max_context_tokens: prompt and generated tokens together.
         max_rows: rows of the largest pass, padded.
+        num_prompts: N, for which there are caches.
 
     Raises:
         KitError: an architecture that this path does not compute.
@@ -81,7 +84,14 @@ class FusedTarget:
     gains_by_preorder = True
     """Whether large trees had better be numbered so; see `TreeBuffers`."""
 
-    def __init__(self, model: Any, tap_layer_ids: Sequence[int], max_context_tokens: int, max_rows: int = 16) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tap_layer_ids: Sequence[int],
+        max_context_tokens: int,
+        max_rows: int = 16,
+        num_prompts: int = 1,
+    ) -> None:
         config = model.config.get_text_config()
         check_supported(model)
         layers = decoder_layers(model)
@@ -96,27 +106,42 @@ class FusedTarget:
         self.tap_layer_ids = tuple(tap_layer_ids)
         self.max_context_tokens = max_context_tokens
         slots = -(-(max_context_tokens + max(max_rows, PREFILL_ROWS) + SLACK_SLOTS) // 128) * 128
-        self.caches = self.embedding.new_zeros(len(layers), 2, heads.num_kv, slots, heads.dim)
-        self.length = torch.zeros(1, dtype=torch.int32, device=self.embedding.device)
+        self.caches = self.embedding.new_zeros(len(layers), 2, num_prompts * heads.num_kv, slots, heads.dim)
+        self.length = torch.zeros(num_prompts, dtype=torch.int32, device=self.embedding.device)
         self.tables = rope_tables(decoder.rotary_emb, slots, self.embedding)
         self.long_context = False
         """How attention is split by passes that run or are captured from now on."""
-        self._passes: dict[tuple[int, str], Pass] = {}
+        self._prefilling: list[Pass] = []
+        """The one pass that reads prompts, once it is there; parts share it."""
+        self._passes: dict[int, Pass] = {}
         self._verified: Pass | None = None
 
     @property
     def device(self) -> torch.device:
         return self.embedding.device
 
+    @property
+    def num_prompts(self) -> int:
+        return self.length.numel()
+
+    def part(self, first: int, count: int = 1) -> "FusedTarget":
+        """The same target for some of its prompts alone: a view of their caches and lengths."""
+        part = copy.copy(self)
+        num_kv = self.caches.shape[2] // self.num_prompts
+        part.caches = self.caches[:, :, first * num_kv : (first + count) * num_kv]
+        part.length = self.length[first : first + count]
+        part._passes, part._verified = {}, None  # graphs hold addresses
+        return part
+
     def new_pass(self, num_rows: int) -> Pass:
-        """Buffers of a pass of ``num_rows`` rows (a padded count)."""
-        device, width = self.device, self.embedding.shape[1]
+        """Buffers of a pass of ``num_rows`` rows a prompt (a padded count)."""
+        device, width, total = self.device, self.embedding.shape[1], self.num_prompts * num_rows
         return Pass(
-            tree=TreeBuffers.allocate(num_rows, device),
-            buffers=RowBuffers.allocate(num_rows, self.layers),
-            taps=self.embedding.new_zeros(num_rows, len(self.tap_layer_ids) * width),
-            logits=self.embedding.new_zeros(num_rows, self.head.shape[0]),
-            choices=torch.zeros(num_rows, dtype=torch.long, device=device),
+            tree=TreeBuffers.allocate(num_rows, device, self.num_prompts),
+            buffers=RowBuffers.allocate(total, self.layers),
+            taps=self.embedding.new_zeros(total, len(self.tap_layer_ids) * width),
+            logits=self.embedding.new_zeros(total, self.head.shape[0]),
+            choices=torch.zeros(total, dtype=torch.long, device=device),
         )
 
     def run(self, step: Pass, *, head_rows: slice | None = slice(None)) -> None:
@@ -126,7 +151,7 @@ class FusedTarget:
         width = self.embedding.shape[1]
         taps = {layer: step.taps[:, i * width : (i + 1) * width] for i, layer in enumerate(self.tap_layer_ids)}
         rows = Rows(tree.mask, tree.depths, self.length, self.tables, self.long_context, tree.ancestors)
-        with preferred_library(tree.num_rows):
+        with preferred_library(tree.tokens.numel()):
             states = run_layers(self.layers, self.caches, rows, b, self.final_norm, self.eps, taps)
         if head_rows is not None:
             linear(states[head_rows], self.head, None, step.logits[head_rows])
@@ -150,7 +175,11 @@ class FusedTarget:
             )
         self.length.zero_()
         self.long_context = False  # so many rows fill a GPU without splitting attention further
-        step = self._pass(PREFILL_ROWS, "prefill")
+        assert self.num_prompts == 1, "one prompt is read at a time"
+        if not self._prefilling:
+            self._prefilling.append(self.new_pass(PREFILL_ROWS))
+            self._prefilling[0].tree.set_chain()
+        step = self._prefilling[0]
         for start in range(0, count, PREFILL_ROWS):
             piece = input_ids[start : start + PREFILL_ROWS]
             step.tree.tokens.zero_()
@@ -175,7 +204,10 @@ class FusedTarget:
         Returns:
             The pass, with logits, choices and taps of rows 0 … n.
         """
-        step = self._pass(padded_rows(tokens.numel()), "verify")
+        num_rows = padded_rows(tokens.numel())
+        if num_rows not in self._passes:
+            self._passes[num_rows] = self.new_pass(num_rows)
+        step = self._passes[num_rows]
         step.tree.tokens[0] = tokens[0]
         step.tree.set_nodes(tokens[1:], depths, parents)
         self.replay(step)
@@ -202,7 +234,7 @@ class FusedTarget:
 
     def keep(self, _step: Pass, path: Tensor, num_accepted: Tensor) -> None:
         """Commit a path of the last pass without advancing ``length``; arguments as for ``commit_rows``."""
-        if path.numel() > 1:
+        if path.numel() > self.num_prompts:
             commit_rows(self.caches, path, num_accepted, self.length)
 
     def replay(self, step: Pass) -> None:
@@ -213,14 +245,6 @@ class FusedTarget:
         if step.graph is None:
             step.graph = capture(lambda: self.run(step))
         step.graph.replay()
-
-    def _pass(self, num_rows: int, use: str) -> Pass:
-        if (num_rows, use) not in self._passes:
-            step = self.new_pass(num_rows)
-            if use == "prefill":
-                step.tree.set_chain()
-            self._passes[(num_rows, use)] = step
-        return self._passes[(num_rows, use)]
 
 
 @torch.no_grad()

@@ -42,12 +42,11 @@ def add_norm_kernel(
 @triton.jit
 def rope_write_kernel(
     qkv, queries, cache, q_weight, k_weight, cos, sin, depths, length, eps,
-    qkv_row_stride, qkv_layer_stride, cache_layer_stride, cache_value_stride, cache_head_stride,
+    qkv_row_stride, qkv_layer_stride, cache_layer_stride, cache_value_stride, cache_head_stride, rows_a_prompt,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate queries and keys; queries go to ``queries``, keys and values to cache slots length +
-    row.
+    """Norm and rotate queries and keys; queries go to ``queries``, keys and values to slots length + row of their prompt.
 
     Grid: rows, blocks of HEADS heads, layers (more than one layer only for the drafter's context pass).
     """
@@ -57,7 +56,8 @@ def rope_write_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    held = tl.load(length)
+    prompt = row // rows_a_prompt
+    held = tl.load(length + prompt)
     position = held + tl.load(depths + row)
     dtype = cache.dtype.element_ty
     is_query, is_value = head < NUM_Q, head >= NUM_Q + NUM_KV
@@ -85,9 +85,9 @@ def rope_write_kernel(
         to_query = queries + (row * NUM_Q + head) * (2 * HALF) + dim
         tl.store(to_query, out_left, mask=is_query)
         tl.store(to_query + HALF, out_right, mask=is_query)
-    kv_head = tl.where(is_value, head - NUM_Q - NUM_KV, head - NUM_Q)
+    kv_head = prompt * NUM_KV + tl.where(is_value, head - NUM_Q - NUM_KV, head - NUM_Q)
     slot = cache + layer * cache_layer_stride + kv_head.to(tl.int64) * cache_head_stride
-    slot += tl.where(is_value, cache_value_stride, 0) + (held + row) * (2 * HALF) + dim
+    slot += tl.where(is_value, cache_value_stride, 0) + (held + row - prompt * rows_a_prompt) * (2 * HALF) + dim
     tl.store(slot, out_left, mask=inside & ~is_query)
     tl.store(slot + HALF, out_right, mask=inside & ~is_query)
 
@@ -209,16 +209,21 @@ def _swiglu(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def commit_kernel(cache, path, num_accepted, length, head_stride, DIM: tl.constexpr, SLOTS: tl.constexpr):
-    """Move the accepted rows (cache slots length + path[j]) to slots length + j. One program a layer, K or
-    V, head.
+def commit_kernel(
+    cache, path, num_accepted, length, layer_stride, value_stride, head_stride, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Move the accepted rows (cache slots length + path[j]) to slots length + j.
 
-    All rows are read before any is written, so the move may overlap itself.
+    Grid: heads of all prompts, K and V, layers. All rows are read before any is written, so the move may overlap itself.
     """
-    base = cache + tl.program_id(0).to(tl.int64) * head_stride
+    head, prompt = tl.program_id(0), tl.program_id(0) // NUM_KV
+    base = cache + tl.program_id(2).to(tl.int64) * layer_stride + tl.program_id(1).to(tl.int64) * value_stride
+    base += head.to(tl.int64) * head_stride
+    path += prompt * SLOTS
     index = tl.arange(0, SLOTS)
     dim = tl.arange(0, DIM)[None, :]
-    held, accepted = tl.load(length), tl.load(num_accepted)
+    held, accepted = tl.load(length + prompt), tl.load(num_accepted + prompt)
     moved = (index <= accepted)[:, None]
     source = tl.load(path + index, mask=index <= accepted, other=0)
     rows = tl.load(base + (held + source)[:, None] * DIM + dim, mask=moved, other=0.0)

@@ -13,6 +13,7 @@ from .conversation import Conversation
 from .divergence import NOISE_TOKENS, Divergence, first_difference, measure_divergence
 from .engine import Engine, Generation, Method, Prefix, require_context
 from .float32_pass import PlainLogits
+from .fused_batch import FusedBatchEngine
 from .fused_engine import FusedEngine
 from .generate_engine import GenerateEngine
 from .prompt_prefix import PromptPrefix
@@ -41,7 +42,7 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        engine: Engine | FusedEngine | GenerateEngine | VllmEngine,
+        engine: Engine | FusedEngine | FusedBatchEngine | GenerateEngine | VllmEngine,
         tokenizer: Any,
         config: EvalConfig,
         methods: Sequence[tuple[str, int]],

@@ -49,17 +49,13 @@ def check_modes(config: "EvalConfig") -> None:
             raise ValueError(f"{name} is {value}; seconds above 0 are needed")
 
 
-def check_portable_only(config: "EvalConfig") -> None:
-    """Refuse what only one of our engines does, or does one prompt at a time.
+def check_one_at_a_time(config: "EvalConfig") -> None:
+    """Refuse to do for several prompts what is done for one at a time.
 
     Raises:
         ValueError: naming setting and value.
     """
     chooses = config.auto_cap is not None and DDTREE in config.method_names
-    if config.batch_size > 1 and config.engine == "fused":
-        raise ValueError(
-            f"batch_size is {config.batch_size}, but the fused engine decodes one prompt at a time; use --engine portable"
-        )
     if config.batch_size > 1 and chooses:
         raise ValueError(
             f"batch_size is {config.batch_size}, but budgets has auto, which chooses for one prompt at a time; leave one out"

@@ -1,6 +1,6 @@
 """Triton kernels that find and rank the best tokens of each depth by the drafter's logits; `device_tree` calls them.
 
-One row of logits is one depth. A *group* is some tokens with neighbouring ids.
+One row of logits is one depth of one prompt; a prompt's rows lie behind another's. A *group* is some tokens with neighbouring ids.
 """
 
 # mypy: ignore-errors
@@ -17,18 +17,26 @@ def _ordered(value):
 
 
 @triton.jit
+def _logits_of(logits, row, prompt_stride, row_stride, num_depths):
+    """Where the logits of a row begin; those of two prompts may lie apart."""
+    return logits + (row // num_depths).to(tl.int64) * prompt_stride + row % num_depths * row_stride
+
+
+@triton.jit
 def log_sum_kernel(
-    logits, out, tops, row_stride, width, num_groups, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
+    logits, out, tops, prompt_stride, row_stride, num_depths, width, num_groups,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Partial (max, Σ exp) of one chunk of one row of logits: out (rows, chunks, 2). With GROUP > 0 the greatest logit
     of every so many neighbours, too, as ``_ordered`` gives it: tops (rows, groups).
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
+    source = _logits_of(logits, row, prompt_stride, row_stride, num_depths)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
         at = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * row_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
+        value = tl.load(source + at, mask=at < width, other=float("-inf")).to(tl.float32)
         if GROUP > 0:
             group = (chunk * CHUNK + start) // GROUP + tl.arange(0, BLOCK // GROUP)
             top = tl.max(tl.reshape(_ordered(value), (BLOCK // GROUP, GROUP)), axis=1)
@@ -57,7 +65,7 @@ def _greatest_reached(keys, inside, num_wanted):
 
 @triton.jit
 def top_kernel(
-    logits, tops, chosen_groups, values, token_ids, row_stride, width, num_groups, num_ranks,
+    logits, tops, chosen_groups, values, token_ids, prompt_stride, row_stride, num_depths, width, num_groups, num_ranks,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """The ``num_ranks`` best tokens of a row (greater logit first, then smaller id), in no order. One program a row.
@@ -80,7 +88,8 @@ def top_kernel(
     used = place // GROUP < num_ranks
     token = tl.load(chosen_groups + row * num_ranks + place // GROUP, mask=used, other=0) * GROUP + place % GROUP
     used = used & (token < width)
-    value = tl.load(logits + row * row_stride + token, mask=used, other=float("-inf")).to(tl.float32)
+    source = _logits_of(logits, row, prompt_stride, row_stride, num_depths)
+    value = tl.load(source + token, mask=used, other=float("-inf")).to(tl.float32)
     key = _ordered(value)
     edge = _greatest_reached(key, used, num_ranks)
     better, tied = used & (key > edge), used & (key == edge)

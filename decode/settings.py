@@ -9,7 +9,7 @@ from dflash_kit.acceptance import AR, CHAIN, DDTREE, DDTREE_AUTO, MAX_BUDGET
 from dflash_kit.errors import KitError, require_folder_name
 
 from .doctor_settings import USED, require_doctor_settings
-from .modes import check_benchmarks, check_modes, check_portable_only, default_folder
+from .modes import check_benchmarks, check_modes, check_one_at_a_time, default_folder
 from .sampling import Sampling
 
 METHOD_NAMES = (AR, CHAIN, DDTREE)
@@ -86,13 +86,13 @@ class EvalConfig:
     """Shards folder, or a URL in an object store: replay acceptance from it instead of decoding live; the report then has
     no speeds."""
     batch_size: int = 1
-    """Prompts decoded at a time, by the portable engine. Tokens are the same; above 1, speeds are those of the batch."""
+    """Prompts decoded at a time. Greedy tokens are the same; above 1, speeds are those of the batch. A hybrid target's batches are
+    the portable engine's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     engine: Literal["auto", "fused", "portable", "vllm", "transformers-generate"] = "auto"
     """fused: whole rounds as CUDA graphs, dense Llama-like, hybrid and Qwen's mixture-of-experts targets; portable: anything
-    transformers runs; auto takes fused on a GPU where it can, the temperature is 0, budgets are numbers and the target is neither
-    hybrid nor has experts. vllm: vLLM's chain and its autoregressive decoding;
+    transformers runs; auto takes fused on a GPU where it can and the target is neither hybrid nor has experts. vllm: vLLM's chain and its autoregressive decoding;
     transformers-generate: generate(speculation_type="dflash"), greedy; neither has ddtree, which is left out."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their own names (vllm only), as JSON or one by one:
@@ -143,7 +143,7 @@ class EvalConfig:
             raise ValueError(f"batch_size is {self.batch_size}, but replay decodes nothing; leave one of the two out")
         if self.batch_size > 1 and self.engine in ("vllm", "transformers-generate"):
             raise ValueError(
-                f"batch_size is {self.batch_size}, but engine {self.engine} is given one prompt at a time; use --engine portable"
+                f"batch_size is {self.batch_size}, but engine {self.engine} is given one prompt at a time; use --engine auto"
             )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; give at least 1, or leave it out for all")
@@ -151,7 +151,7 @@ class EvalConfig:
             raise ValueError(f"cpu_threads is {self.cpu_threads}; 1 to {MAX_CPU_THREADS} are needed")
         if self.engine != "auto" and self.replay is not None:
             raise ValueError(f"replay reads shards and decodes nothing; leave engine {self.engine} out")
-        check_portable_only(self)
+        check_one_at_a_time(self)
         if self.engine == "transformers-generate" and self.temperature > 0:
             raise ValueError("transformers-generate tempers and samples the drafts as well; it is for temperature 0")
         if self.engine_args and self.engine != "vllm":

@@ -8,9 +8,9 @@ keys are left of many, and the far ones are gathered.
 The keys of both parts lie in one cache: prefix in slots 0 … length - 1, tree row r in slot length + r. The
 tiles of both parts are dealt evenly to ``num_splits`` programs, whose partial results are merged by
 log-sum-exp. The query heads that share a key-value head are packed into one tile: query row r of head g is
-tile row r * GROUP + g.
+tile row r * GROUP + g. Of several prompts each has its rows, its length and its heads of the cache, one prompt's behind another's.
 
-Shape legend: R rows, H query heads, G key-value heads, GROUP = H / G, d head dimension, C cache slots, S
+Shape legend: R rows of a prompt, H query heads, G key-value heads, GROUP = H / G, d head dimension, C cache slots, S
 splits.
 """
 
@@ -38,8 +38,14 @@ def tree_attention_kernel(
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, TRIANGULAR: tl.constexpr, PREORDER: tl.constexpr, PATH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_M packed query rows, key-value heads, splits."""
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid: tiles of BLOCK_M packed query rows, key-value heads of all prompts, splits. ``num_rows`` are those of a prompt."""
+    NUM_KV: tl.constexpr = HEADS // GROUP
+    tile, cache_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    prompt, kv_head = cache_head // NUM_KV, cache_head % NUM_KV
+    before = prompt * num_rows  # rows of the prompts before
+    mask += before * mask_stride
+    depths += before
+    ancestors += before * PATH
     tile = tl.num_programs(0) - 1 - tile  # the last rows have the most keys: those programs begin first
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
@@ -49,9 +55,10 @@ def tree_attention_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
-    held = tl.load(length)
-    keys = cache + kv_head.to(tl.int64) * head_stride
+    own = (before + row) * HEADS + head
+    query = tl.load(queries + own[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+    held = tl.load(length + prompt)
+    keys = cache + cache_head.to(tl.int64) * head_stride
     values = keys + value_stride
     best = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -128,13 +135,12 @@ def tree_attention_kernel(
                 node_depth = tl.load(depths + node, mask=far, other=0)
                 seen = seen & (row_depth[:, None] - node_depth[None, :] < WINDOW)
             best, weight, total = _absorb(tl.where(seen, scores, float("-inf")), value, best, weight, total)
-    at = row * HEADS + head
     safe = tl.maximum(weight, 1.0e-30)
     result = total / safe[:, None]
     if SPLITS == 1:
-        tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=used[:, None])
+        tl.store(out + own[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=used[:, None])
     else:
-        at = split * num_rows * HEADS + at
+        at = split * (tl.num_programs(1) // NUM_KV) * num_rows * HEADS + own
         tl.store(partial + at[:, None] * DIM + dim[None, :], result, mask=used[:, None])
         log_sum = tl.where(weight > 0, best + tl.math.log2(safe), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=used)

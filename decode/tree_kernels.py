@@ -1,7 +1,9 @@
 """Triton kernels that grow a draft tree out of ranked tokens (`rank_kernels`), walk it and mask it on the device; `device_tree`
 explains and calls them.
 
-Shape legend: M depths, K ranks kept per depth, F buffer of kept nodes, R rows (root + nodes, padded).
+Each works on the trees of several prompts; a prompt's buffers lie behind another's.
+
+Shape legend: M depths, K ranks kept per depth, F buffer of kept nodes, R rows (root + nodes, padded) of a prompt.
 A *record* is a node that was kept at some level: record id = depth index * F + place.
 """
 
@@ -56,7 +58,7 @@ def grow_kernel(
     num_kept_out, num_depths, num_ranks, budget, capacity,
     FRONTIER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grow the tree level by level in one program.
+    """Grow a tree level by level; one program a prompt.
 
     Keys are the bits of |score| in float64, so a smaller key is a better path. A level's candidates are the frontier's
     paths (best first) times the ranks of the next depth. The i-th path (from 0) with rank r has (i + 1)(r + 1)
@@ -65,6 +67,15 @@ def grow_kernel(
     together; it is searched by quarters of a bracket. ``keys`` and ``items`` are two buffers of ``capacity``, used in turn. An item is a
     record's id, or for a candidate the negative code of its parent's record and its rank.
     """
+    prompt = tl.program_id(0)
+    log_probs += prompt * num_depths * num_ranks
+    frontier_scores += prompt * FRONTIER
+    frontier_records += prompt * FRONTIER
+    level_keys += prompt * FRONTIER
+    keys += prompt * 2 * capacity
+    items += prompt * 2 * capacity
+    record_parents += prompt * num_depths * FRONTIER
+    record_ranks += prompt * num_depths * FRONTIER
     place = tl.arange(0, FRONTIER)
     num_frontier = tl.minimum(budget, num_ranks)
     num_kept = num_frontier
@@ -154,7 +165,7 @@ def grow_kernel(
             tl.store(frontier_records + order, depth * FRONTIER + place, mask=place < num_new)
             tl.debug_barrier()
         num_frontier = tl.minimum(num_new, budget)
-    tl.store(num_kept_out, num_kept)
+    tl.store(num_kept_out + prompt, num_kept)
 
 
 @triton.jit
@@ -178,14 +189,26 @@ def _path_words(record, used, record_parents, record_ranks, num_depths, FRONTIER
 @triton.jit
 def order_kernel(
     kept_keys, kept_records, num_kept_in, record_parents, record_ranks, record_rows, row_records, ranked_ids, tokens,
-    depths, path_log_probs, num_nodes, words, num_depths, num_ranks, budget, num_rows,
+    depths, path_log_probs, num_nodes, words, num_depths, num_ranks, budget, num_rows, keys_stride,
     FRONTIER: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr, KEEP_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Number the kept nodes best-first by counting, for each, the nodes before it; write tokens, depths and scores.
 
-    KEEP_WORDS writes the rank tuples (3, R), too.
+    KEEP_WORDS writes the rank tuples (3, R), too. Grid: runs of MINE nodes, prompts; ``keys_stride`` lies between prompts' keys.
     """
-    num_kept = tl.load(num_kept_in)
+    prompt = tl.program_id(1)
+    kept_keys += prompt * keys_stride
+    kept_records += prompt * keys_stride
+    record_parents += prompt * num_depths * FRONTIER
+    record_ranks += prompt * num_depths * FRONTIER
+    record_rows += prompt * num_depths * FRONTIER
+    ranked_ids += prompt * num_depths * num_ranks
+    row_records += prompt * num_rows
+    tokens += prompt * num_rows
+    depths += prompt * num_rows
+    path_log_probs += prompt * num_rows
+    words += prompt * 3 * num_rows
+    num_kept = tl.load(num_kept_in + prompt)
     mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
     used = mine < num_kept
     key = tl.load(kept_keys + mine, mask=used, other=0)
@@ -224,17 +247,31 @@ def order_kernel(
         tl.store(words + num_rows + row, second, mask=stays)
         tl.store(words + 2 * num_rows + row, third, mask=stays)
     if tl.program_id(0) == 0:
-        tl.store(num_nodes, tl.minimum(num_kept, budget))
+        tl.store(num_nodes + prompt, tl.minimum(num_kept, budget))
 
 
 @triton.jit
 def preorder_kernel(
     best_tokens, best_depths, best_log_probs, best_records, words, num_nodes, tokens, depths, path_log_probs, row_records,
-    record_rows, num_rows,
+    record_rows, num_rows, num_records,
     MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Number nodes that are numbered best-first (from 1) in preorder, which is the order of their rank tuples, by counting likewise."""
-    count = tl.load(num_nodes)
+    """Number nodes that are numbered best-first (from 1) in preorder, which is the order of their rank tuples, by counting likewise.
+
+    Grid: runs of MINE nodes, prompts.
+    """
+    prompt = tl.program_id(1)
+    best_tokens += prompt * num_rows
+    best_depths += prompt * num_rows
+    best_log_probs += prompt * num_rows
+    best_records += prompt * num_rows
+    words += prompt * 3 * num_rows
+    tokens += prompt * num_rows
+    depths += prompt * num_rows
+    path_log_probs += prompt * num_rows
+    row_records += prompt * num_rows
+    record_rows += prompt * num_records
+    count = tl.load(num_nodes + prompt)
     mine = 1 + tl.program_id(0) * MINE + tl.arange(0, MINE)
     used = mine <= count
     first = tl.load(words + mine, mask=used, other=0)
@@ -263,16 +300,24 @@ def preorder_kernel(
 
 @triton.jit
 def mask_kernel(
-    row_records, record_rows, record_parents, num_nodes, parents, mask, ancestors, num_rows, num_words, num_depths,
+    row_records, record_rows, record_parents, num_nodes, parents, mask, ancestors, num_rows, num_records, num_words,
+    num_depths,
     ROWS: tl.constexpr, WORDS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Parent rows and the ancestor bits (R, words); rows behind the last node see the root and themselves.
 
-    With PATH above 0, the rows of all ancestors (R, PATH), too, -1 behind them.
+    With PATH above 0, the rows of all ancestors (R, PATH), too, -1 behind them. Grid: runs of ROWS rows, prompts.
     """
+    prompt = tl.program_id(1)
+    row_records += prompt * num_rows
+    record_rows += prompt * num_records
+    record_parents += prompt * num_records
+    parents += prompt * num_rows
+    mask += prompt * num_rows * num_words
+    ancestors += prompt * num_rows * PATH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)[None, :]
-    is_node = (row >= 1) & (row <= tl.load(num_nodes))
+    is_node = (row >= 1) & (row <= tl.load(num_nodes + prompt))
     one = tl.full((ROWS, WORDS), 1, tl.int64)
     bits = tl.where(word == 0, one, 0) | tl.where(
         word == row[:, None] // 64, one << (row[:, None] % 64).to(tl.int64), 0
@@ -295,15 +340,22 @@ def mask_kernel(
 
 @triton.jit
 def walk_kernel(
-    tokens, parents, num_nodes, choices, path, num_accepted, told, next_anchor, max_steps, ROWS: tl.constexpr
-):
-    """Follow the target's choices from the root; one program.
+    tokens, parents, num_nodes, choices, path, num_accepted, told, next_anchor, max_steps, num_rows, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Follow the target's choices from the root; one program a prompt, of which SLOTS rows are told at most.
 
     Writes the rows walked (``path``, root first), how many nodes were accepted, and, behind that number once more, the tokens said: the
     accepted ones, then the bonus token, which is also the next anchor.
     """
+    prompt = tl.program_id(0)
+    tokens += prompt * num_rows
+    parents += prompt * num_rows
+    choices += prompt * num_rows
+    path += prompt * SLOTS
+    told += prompt * (SLOTS + 1)
     row = tl.arange(0, ROWS)
-    is_node = (row >= 1) & (row <= tl.load(num_nodes))
+    is_node = (row >= 1) & (row <= tl.load(num_nodes + prompt))
     token = tl.load(tokens + row, mask=is_node, other=-1)
     parent = tl.load(parents + row, mask=is_node, other=-1)
     at, accepted = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -320,6 +372,6 @@ def walk_kernel(
             tl.store(path + accepted, child)
     bonus = tl.load(choices + at)
     tl.store(told + 1 + accepted, bonus)
-    tl.store(next_anchor, bonus)
-    tl.store(num_accepted, accepted)
+    tl.store(next_anchor + prompt, bonus)
+    tl.store(num_accepted + prompt, accepted)
     tl.store(told, accepted.to(tl.int64))

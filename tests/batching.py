@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from decode.batch_engine import BatchEngine, Request
+from decode.batch_engine import BatchEngine
+from decode.batch_response import Request
 from decode.engine import Engine, Generation, Method
 from decode.sampling import GREEDY, Sampling
 from decode.target_runner import TargetRunner

@@ -13,7 +13,8 @@ from test_hybrid import LINEAR
 
 from decode.batch_cache import BatchCache
 from decode.batch_delta import BatchDeltaLayer
-from decode.batch_engine import BatchEngine, Request
+from decode.batch_engine import BatchEngine
+from decode.batch_response import Request
 from decode.engine import Generation, Method
 from decode.sampling import Sampling
 from dflash_kit.drafter import Drafter

@@ -67,7 +67,7 @@ def test_dry_run_says_what_a_batch_takes(made: Path, tmp_path: Path, capsys: pyt
 def test_bad_requests_are_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     for flags, words in (
         (["--batch_size=0"], "batch_size is 0; at least 1 is needed"),
-        (["--batch_size=2", "--engine=fused"], "the fused engine decodes one prompt at a time; use --engine portable"),
+        (["--batch_size=2", "--engine=vllm"], "engine vllm is given one prompt at a time; use --engine auto"),
         (["--batch_size=2", f"--replay={made / 'shards'}"], "replay decodes nothing"),
     ):
         assert evaluate(made, tmp_path / "out", *flags) == 2

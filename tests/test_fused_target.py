@@ -177,7 +177,7 @@ def test_accepted_rows_are_committed(wrong_every: int, budget: int | None) -> No
         rounds._verify()
         rounds._commit()
         count = int(rounds.walked.num_accepted)
-        said += rounds.walked.emitted[: count + 1].tolist()
+        said += rounds.walked.told[0, 1 : count + 2].tolist()
         lengths.append(count)
         assert int(target.length) == tokens.numel() + len(said) - 1
     assert said[:40] == expected[:40]
@@ -346,10 +346,10 @@ def test_walk_follows_choices() -> None:
         out, anchor = WalkBuffers.allocate(5, DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE)
         walk(buffers, choices.to(DEVICE), out, anchor, 5)
         assert int(out.num_accepted) == path.numel() - 1
-        assert int(out.told[0]) == path.numel() - 1
+        assert int(out.told[0, 0]) == path.numel() - 1
         assert out.path[: path.numel()].tolist() == path.tolist()
         expected = [*(int(tree.tokens[i - 1]) for i in path[1:].tolist()), 96]
-        assert out.emitted[: path.numel()].tolist() == expected
+        assert out.told[0, 1 : path.numel() + 1].tolist() == expected
         assert int(anchor) == 96
 
 
