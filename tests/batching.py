@@ -24,15 +24,15 @@ def make_batch_engine(
     return BatchEngine(runner, drafter, ends, eos_token_ids=eos, max_context=max_context, batch_size=batch_size)
 
 
-def stream(number: int) -> torch.Generator:
+def stream(number: int, device: str = "cpu") -> torch.Generator:
     """A response's own source of samples."""
-    return torch.Generator().manual_seed(100 + number)
+    return torch.Generator(device).manual_seed(100 + number)
 
 
-def requests(prompts: list[list[int]], limits: list[int]) -> deque[Request]:
-    """One request a prompt."""
+def requests(prompts: list[list[int]], limits: list[int], device: str = "cpu") -> deque[Request]:
+    """One request a prompt, which samples on ``device``."""
     return deque(
-        Request(prompt_ids=prompt, max_new_tokens=limit, generator=stream(i), prompt_id=str(i))
+        Request(prompt_ids=prompt, max_new_tokens=limit, generator=stream(i, device), prompt_id=str(i))
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import fused_ops, fused_products
+from decode import fused_ops, fused_products, fused_round
 from decode.device_tree import TreeBuffers, TreeBuilder, WalkBuffers, walk
 from decode.fused_drafter import FusedDrafter
 from decode.fused_round import FusedRound, decode_greedy
@@ -161,8 +161,9 @@ class Oracle:
 
 
 @pytest.mark.parametrize(("wrong_every", "budget"), [(0, None), (0, 12), (3, None), (4, 12), (1, 12), (4, 150)])
-def test_accepted_rows_are_committed(wrong_every: int, budget: int | None) -> None:
+def test_accepted_rows_are_committed(wrong_every: int, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long accepted paths exercise the gather of cache rows, which a random drafter never does."""
+    monkeypatch.setattr(fused_round, "PREORDER_ROWS", 100)  # the tree of 150 nodes has its rows in preorder, on a GPU
     model, tokens = tiny_model(), prompt(17)
     expected = greedy_reference(model, tokens, 45)
     target = FusedTarget(model, TAPS, max_context_tokens=128, max_rows=160)
