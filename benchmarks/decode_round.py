@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import captured_ms, time_ms
 
 from decode.cuda_graphs import capture
-from decode.device_tree import TreeBuffers, TreeBuilder
+from decode.device_tree import PREORDER_ROWS, TreeBuffers, TreeBuilder
 from decode.fused_drafter import FusedDrafter
 from decode.fused_round import FusedRound
 from decode.fused_target import FusedTarget, padded_rows
@@ -183,7 +183,10 @@ def time_build(num_depths: int, vocab_size: int, budgets: list[int]) -> dict[str
     for name, logits in cases.items():
         times[name] = {}
         for budget in budgets:
-            builder = TreeBuilder(num_depths, vocab_size, budget, TreeBuffers.allocate(padded_rows(budget + 1), "cuda"))
+            tree = TreeBuffers.allocate(padded_rows(budget + 1), "cuda")
+            if tree.num_rows > PREORDER_ROWS:
+                tree.number_in_preorder()
+            builder = TreeBuilder(num_depths, vocab_size, budget, tree)
             graph = capture(lambda builder=builder, logits=logits: builder.build(logits))  # type: ignore[misc]
             times[name][str(budget)] = round(time_ms(graph.replay), 4)
     return times

@@ -79,9 +79,8 @@ def test_rows_of_padding_disturb_nothing(family: str) -> None:
     target, tree = fused(tiny(family), family), drawn_tree(2, 12)
     _, choice = target.prefill(prompt(30))
     rows = torch.cat([choice, tree.tokens.to(DEVICE)])
-    found = []
+    step, found = target.verify(rows, tree.depths, tree.parents), []
     for seed in (3, 4):
-        step = target._pass(16, "verify")
         step.tree.tokens.copy_(prompt(16, seed))
         found.append(target.verify(rows, tree.depths, tree.parents).logits[:13].clone())
     assert error(*found) < 1e-6

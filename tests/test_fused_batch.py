@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from batching import assert_equal, decode_alone, decode_batch, requests
-from test_fused_target import DEVICE, KERNELS, error, needs_kernels, prompt, tiny_drafter, tiny_model
+from test_fused_target import DEVICE, EXPERTS, KERNELS, error, needs_kernels, prompt, tiny_drafter, tiny_model
 
 from decode import fused_batch, fused_ops, fused_round
 from decode.batch_response import Request
@@ -62,6 +62,16 @@ def test_tokens_and_rounds_are_those_of_one_prompt_at_a_time(
     if method.budget == 60:
         assert {found.log.cut for found in got} == {None, "eos", "length"}
         assert sum(sum(found.log.num_accepted) for found in got) > 10, "next to nothing was accepted"
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("mistral", {"sliding_window": 20}), ("qwen3_moe", EXPERTS)])
+def test_other_targets_have_the_tokens_of_one_prompt_at_a_time(family: str, overrides: dict[str, Any]) -> None:
+    def build(kind: type[Any], **more: Any) -> Any:
+        return kind(tiny_model(family, **overrides), tiny_drafter(), **SETTINGS, **more)
+
+    ids, limits = prompts()[2:6], LIMITS[4:8]
+    want = decode_alone(build(FusedEngine), ids, limits, METHODS[2])
+    assert_equal(decode_batch(build(FusedBatchEngine, batch_size=3), ids, limits, METHODS[2])[0], want)
 
 
 def test_rounds_and_seconds_of_responses_add_up_to_those_of_the_batch(
