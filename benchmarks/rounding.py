@@ -163,7 +163,7 @@ def fused_prefill(target: FusedTarget, prompt: list[int], answer: list[int], ref
     ids = torch.tensor(prompt + answer, device=DEVICE)
     target.length.zero_()
     target.long_context = False
-    step = target._pass(PREFILL_ROWS, "prefill")
+    step = target.prefill_pass()
     logits = []
     for start in range(0, ids.numel(), PREFILL_ROWS):
         piece = ids[start : start + PREFILL_ROWS]

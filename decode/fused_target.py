@@ -175,11 +175,7 @@ class FusedTarget:
             )
         self.length.zero_()
         self.long_context = False  # so many rows fill a GPU without splitting attention further
-        assert self.num_prompts == 1, "one prompt is read at a time"
-        if not self._prefilling:
-            self._prefilling.append(self.new_pass(PREFILL_ROWS))
-            self._prefilling[0].tree.set_chain()
-        step = self._prefilling[0]
+        step = self.prefill_pass()
         for start in range(0, count, PREFILL_ROWS):
             piece = input_ids[start : start + PREFILL_ROWS]
             step.tree.tokens.zero_()
@@ -191,6 +187,14 @@ class FusedTarget:
                 on_taps(step.taps[:end], start)
             self.length += end
         return step.logits[end - 1], step.choices[end - 1 : end]
+
+    def prefill_pass(self) -> Pass:
+        """The pass that reads prompts, `PREFILL_ROWS` at a time."""
+        assert self.num_prompts == 1, "one prompt is read at a time"
+        if not self._prefilling:
+            self._prefilling.append(self.new_pass(PREFILL_ROWS))
+            self._prefilling[0].tree.set_chain()
+        return self._prefilling[0]
 
     @torch.no_grad()
     def verify(self, tokens: Tensor, depths: Tensor, parents: Tensor) -> Pass:
