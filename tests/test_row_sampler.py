@@ -1,7 +1,7 @@
 """Sampling in the fused engine: rows are drawn from the target's tempered and truncated distribution, and so are responses."""
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from test_fused_target import prompt, tiny_drafter, tiny_model
 from test_hybrid_target import tiny_hybrid
 
+from decode.batch_response import Request
 from decode.delta_ops import commit_states
 from decode.delta_rule import DeltaRows, DeltaShape, tree_delta
 from decode.engine import Method
+from decode.fused_batch import FusedBatchEngine
 from decode.fused_engine import FusedEngine
 from decode.fused_ops import pack_mask
 from decode.row_sampler import RowSampler, seed_device
@@ -72,14 +74,42 @@ def test_responses_have_the_targets_distribution(method: Method) -> None:
     for seed in range(NUM_RESPONSES):
         said = engine.decode(prefix, method, sampling=sampling, generator=torch.Generator().manual_seed(seed)).token_ids
         counts[tuple(said[:2])] += 1
+    exact = exact_pairs(ids, sampling)
+    assert set(counts) <= set(exact)
+    assert p_value(counts, exact) > P_VALUE
+
+
+def test_responses_of_a_batch_have_the_targets_distribution() -> None:
+    """Of two prompts in lanes beside each other, each its own."""
+    sampling, asked = Sampling(1.5, top_k=3), [prompt(12).tolist(), prompt(7, 5).tolist()]
+    engine = FusedBatchEngine(
+        tiny_model(), tiny_drafter(), eos_token_ids=(), max_context=60, max_budget=7, batch_size=8
+    )
+    device = str(engine.target.device)
+    waiting = deque(
+        Request(prompt_ids=ids, max_new_tokens=3, generator=torch.Generator(device).manual_seed(2 * seed + i), tag=i)
+        for seed in range(NUM_RESPONSES)
+        for i, ids in enumerate(asked)
+    )
+    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for request, generation in engine.decode(waiting, TREE, sampling):
+        counts[request.tag][tuple(generation.token_ids[:2])] += 1
+    exact = [exact_pairs(ids, sampling) for ids in asked]
+    for found, theirs in zip(counts, exact, strict=True):
+        assert set(found) <= set(theirs)
+        assert p_value(found, theirs) > P_VALUE
+    assert p_value(counts[0], exact[1]) < P_VALUE, "the two prompts are not told apart"
+
+
+def exact_pairs(ids: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """Probabilities of a response's first two tokens, from transformers' own passes."""
     model, expected = tiny_model(), {}
     first = sampling.probabilities(model(torch.tensor([ids], device=model.device)).logits[:, -1])[0]
     for token in first.nonzero().flatten().tolist():
         second = sampling.probabilities(model(torch.tensor([[*ids, token]], device=model.device)).logits[:, -1])[0]
         for follower in second.nonzero().flatten().tolist():
             expected[token, follower] = float(first[token] * second[follower])
-    assert set(counts) <= set(expected)
-    assert p_value(counts, expected) > P_VALUE
+    return expected
 
 
 HYBRID_VOCAB, HYBRID_PROMPT, RESPONSE = 5, [1, 2, 0, 3, 3, 1, 0], 3
